@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a proposer is: the records it receives, the draft it returns, and the decorator that names it.
+
+A proposer never sees the engine. The adapter (:mod:`vllm_spec_ext.engine.drafter`) builds a
+:class:`StepContext` after each target step and turns the returned drafts into scheduled tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_spec_ext.config import MethodOptions, RequestOptions
+
+if TYPE_CHECKING:
+    import torch
+
+IntArray = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a proposer asks of the engine."""
+
+    hidden_states: bool = False
+    """Final hidden state of the last verified position, one row a request."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Draft tokens for one request; empty means "do not speculate in this step".
+
+    A node's parent always stands before it, and the path that the proposer believes in most
+    comes first, so that every prefix of a draft is a valid draft.
+    """
+
+    tokens: IntArray  # [n] int32 token ids
+    parents: IntArray | None = None  # [n] int32 parent node, -1 = last verified token; None = chain
+    probs: "torch.Tensor | None" = None  # [n, vocab] law each node was drawn from; None = one-hot
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+EMPTY_DRAFT = Draft(np.empty(0, np.int32))
+
+
+def chain(tokens: "IntArray | Sequence[int]") -> Draft:
+    """A draft without branches.
+
+    Args:
+        tokens: [n] token ids, in order.
+    """
+    return Draft(np.asarray(tokens, dtype=np.int32))
+
+
+@dataclass(frozen=True)
+class RequestStep:
+    """One request right after a target step that gave it new tokens."""
+
+    request_id: str
+    token_ids: IntArray  # [num_tokens] prompt and output; a view, valid during the call only
+    num_prompt_tokens: int
+    new_tokens: Sequence[int]  # tokens of this step: accepted ones and the bonus token, >= 1
+    room: int
+    """Most draft tokens this request may get: the engine's budget, the request's own limit, and
+    what is left to ``max_tokens`` and ``max_model_len``, whichever is smallest. May be 0."""
+    options: RequestOptions = field(default_factory=RequestOptions)
+    temperature: float = 0.0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, this step's included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """All requests of a batch that got new tokens in this step."""
+
+    requests: Sequence[RequestStep]
+    hidden_states: "torch.Tensor | None" = None  # [num_requests, hidden] if Needs.hidden_states
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What the target made of one request's previous draft."""
+
+    request_id: str
+    num_drafted: int  # nodes that were really verified (the scheduler may cut a draft short)
+    num_accepted: int  # accepted nodes, the bonus token not counted
+
+
+@dataclass(frozen=True)
+class EngineHandle:
+    """What a proposer may know about the engine that runs it."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    num_speculative_tokens: int
+    model: str  # name or folder of the target
+    load_tokenizer: Callable[[], object | None]  # Hugging Face tokenizer; None if the engine has none
+    target: "torch.nn.Module | None" = None
+    device: "torch.device | None" = None
+
+
+class Proposer(Protocol):
+    """A drafting method.
+
+    Rules: at most ``RequestStep.room`` nodes; deterministic given inputs and seed; state only for
+    requests that were seen in ``propose`` and not yet finished; on any doubt an empty draft.
+    The class is built with the method's validated options as its only argument.
+    """
+
+    info: ClassVar["ProposerInfo"]
+    needs: ClassVar[Needs]
+
+    def start(self, engine: EngineHandle) -> None:
+        """Called once, after the target is loaded: load weights, check them, warm up."""
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        """One draft for each of ``step.requests``, in that order."""
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Called before ``propose`` with the outcomes of the previous drafts."""
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """Free the state of these requests: finished, aborted or preempted ones, known or not."""
+
+
+@dataclass(frozen=True)
+class ProposerInfo:
+    """How a method presents itself to users."""
+
+    name: str
+    summary: str  # one sentence
+    options: type[MethodOptions]
+    request_options: type[RequestOptions]
+    num_speculative_tokens: int | None  # default; None = the user must say
+    lossless: bool
+    needs_checkpoint: bool
+    tree: bool  # may draft branches
+    best_for: str
+    cost: str
+
+
+ProposerT = TypeVar("ProposerT", bound=type)
+
+
+def proposer(
+    name: str,
+    *,
+    summary: str,
+    options: type[MethodOptions] = MethodOptions,
+    request_options: type[RequestOptions] = RequestOptions,
+    num_speculative_tokens: int | None = None,
+    lossless: bool = True,
+    needs_checkpoint: bool = False,
+    tree: bool = False,
+    best_for: str = "",
+    cost: str = "",
+) -> Callable[[ProposerT], ProposerT]:
+    """Class decorator that names a proposer and says what users need to know about it.
+
+    The class is found through :mod:`vllm_spec_ext.proposers.registry`; other packages list it
+    under the entry point group ``vllm_spec_ext.proposers`` with the same name.
+    """
+
+    def decorate(cls: ProposerT) -> ProposerT:
+        cls.info = ProposerInfo(
+            name=name,
+            summary=summary,
+            options=options,
+            request_options=request_options,
+            num_speculative_tokens=num_speculative_tokens,
+            lossless=lossless,
+            needs_checkpoint=needs_checkpoint,
+            tree=tree,
+            best_for=best_for,
+            cost=cost,
+        )
+        return cls
+
+    return decorate
+
+
+class BaseProposer:
+    """Convenience base: stores the options and does nothing in the optional calls."""
+
+    info: ClassVar[ProposerInfo]
+    needs: ClassVar[Needs] = Needs()
+
+    def __init__(self, options: MethodOptions) -> None:
+        """Keep the method's validated options."""
+        self.options = options
+
+    def start(self, engine: EngineHandle) -> None:
+        """Nothing to load."""
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Nothing to learn."""
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """No state to free."""
