@@ -88,7 +88,7 @@ def interpreter_works(venv: Path) -> bool:
 
 
 def pip(venv: Path, *arguments: str, may_fail: bool = False) -> bool:
-    """Run the environment's pip quietly.
+    """Run the environment's pip; only its errors are shown.
 
     Returns:
         True on success; False only with ``may_fail``.
@@ -97,7 +97,7 @@ def pip(venv: Path, *arguments: str, may_fail: bool = False) -> bool:
         SetupError: pip failed; its own message is above.
     """
     command = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    done = subprocess.run([*command, *arguments, "-q"], capture_output=may_fail, check=False)
+    done = subprocess.run([*command, *arguments, "-qq"], capture_output=may_fail, check=False)
     if done.returncode and not may_fail:
         raise SetupError(
             f"`pip {' '.join(arguments)}` failed (exit {done.returncode}); its message is above. "
