@@ -172,6 +172,18 @@ HOOKS: tuple[Hook, ...] = (
         exact=True,
     ),
     Hook(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        "which requests end or are preempted, and which drafts were scheduled",
+        kind="class",
+        names=(
+            "num_scheduled_tokens",
+            "scheduled_spec_decode_tokens",
+            "finished_req_ids",
+            "preempted_req_ids",
+        ),
+    ),
+    Hook(
         "vllm.v1.sample.rejection_sampler",
         "RejectionSampler.forward",
         "lossless verification of chains; relaxed rules edit its logits",

