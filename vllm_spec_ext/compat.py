@@ -64,9 +64,45 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.config.parallel",
-        "ParallelConfig.worker_cls",
-        "official option that selects our worker",
-        kind="field",
+        "ParallelConfig",
+        "worker_cls, the official option that selects our worker, and settings we must refuse",
+        kind="class",
+        names=(
+            "worker_cls",
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ),
+    ),
+    Hook(
+        "vllm.config.model",
+        "ModelConfig",
+        "kinds of model that we must refuse",
+        kind="class",
+        names=("runner_type", "is_encoder_decoder", "is_hybrid", "max_model_len"),
+    ),
+    Hook(
+        "vllm.config.utils",
+        "config",
+        "decorator that makes our configuration one of vLLM's",
+    ),
+    Hook(
+        "vllm.platforms",
+        "current_platform",
+        "CPU or GPU, to choose the worker",
+        kind="constant",
+    ),
+    Hook(
+        "vllm.tokenizers.registry",
+        "cached_tokenizer_from_config",
+        "the target's tokenizer, for proposers that match text",
+        names=("model_config",),
+    ),
+    Hook(
+        "vllm.exceptions",
+        "VLLMValidationError.__init__",
+        "a wrong per-request option becomes the client's HTTP 400",
+        names=("message", "parameter"),
     ),
     Hook(
         "vllm.plugins",

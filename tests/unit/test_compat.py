@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hook map against the installed vLLM, and against sources in which something changed."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -49,6 +50,19 @@ def test_checking_imports_neither_torch_nor_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_import_from_vllm_is_in_the_table() -> None:
+    known = {(hook.module, hook.name.partition(".")[0]) for hook in compat.HOOKS}
+    package = Path(compat.__file__).parent
+    for path in [package / "plugin.py", *sorted((package / "engine").glob("*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("vllm."):
+                continue
+            for name in node.names:
+                # Some names are imported from the package that re-exports them.
+                where = [m for m, n in known if n == name.name and m.startswith(str(node.module))]
+                assert where, f"{path.name}: {node.module}.{name.name} is not in compat.HOOKS"
 
 
 def test_hooks_are_unique_and_documented() -> None:
