@@ -79,7 +79,13 @@ HOOKS: tuple[Hook, ...] = (
         "ModelConfig",
         "kinds of model that we must refuse",
         kind="class",
-        names=("runner_type", "is_encoder_decoder", "is_hybrid", "max_model_len"),
+        names=("is_encoder_decoder", "is_hybrid", "max_model_len"),
+    ),
+    Hook(
+        "vllm.config.model",
+        "ModelConfig.runner_type",
+        "generative models only",
+        kind="attribute",
     ),
     Hook(
         "vllm.config.utils",

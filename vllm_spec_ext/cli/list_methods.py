@@ -4,6 +4,7 @@
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
@@ -28,7 +29,7 @@ def list_methods() -> None:
             "needed" if found.needs_checkpoint else "none",
             "tree" if found.tree else "chain",
             "-" if found.num_speculative_tokens is None else str(found.num_speculative_tokens),
-            "\n".join(filter(None, [found.best_for, found.cost])) or "-",
+            Text("\n".join(filter(None, [found.best_for, found.cost])) or "-"),  # no markup
         )
     console = Console()
     console.print(table)

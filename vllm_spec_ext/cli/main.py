@@ -90,7 +90,6 @@ app = typer.Typer(
     cls=_LazyGroup,
     add_completion=False,
     no_args_is_help=True,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
