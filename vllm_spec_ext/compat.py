@@ -79,7 +79,7 @@ HOOKS: tuple[Hook, ...] = (
         "ModelConfig",
         "kinds of model that we must refuse",
         kind="class",
-        names=("is_encoder_decoder", "is_hybrid", "max_model_len"),
+        names=("is_encoder_decoder", "is_hybrid", "is_attention_free", "max_model_len"),
     ),
     Hook(
         "vllm.config.model",

@@ -3,6 +3,7 @@
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,21 @@ def test_every_import_from_vllm_is_in_the_table() -> None:
                 # Some names are imported from the package that re-exports them.
                 where = [m for m, n in known if n == name.name and m.startswith(str(node.module))]
                 assert where, f"{path.name}: {node.module}.{name.name} is not in compat.HOOKS"
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"), [("model", "ModelConfig"), ("parallel", "ParallelConfig")]
+)
+def test_settings_that_we_refuse_are_in_the_table(variable: str, name: str) -> None:
+    known: set[str] = set()
+    for hook in compat.HOOKS:
+        if hook.name == name:
+            known.update(hook.names)
+        elif hook.name.startswith(f"{name}."):
+            known.add(hook.name.partition(".")[2])
+    text = (Path(compat.__file__).parent / "engine" / "limits.py").read_text()
+    read = set(re.findall(rf"\b{variable}\.(\w+)", text))
+    assert read <= known, f"add to compat.HOOKS: {sorted(read - known)}"
 
 
 def test_hooks_are_unique_and_documented() -> None:
