@@ -24,7 +24,7 @@ MAX_DRAFT_TOKENS = 128  # vLLM 0.32 v1/sample/rejection_sampler.py MAX_SPEC_LEN
 _OURS = ("--speculative-config", "--speculative_config", "-sc", "--spec-")
 
 
-def serve(  # noqa: PLR0917 - typer passes everything by keyword
+def serve(
     model: Annotated[str, typer.Argument(help="Target model: a name or a folder.")],
     method: Annotated[str, typer.Option("--method", "-m", help="See `vllm-spec list`.")],
     settings: Annotated[
