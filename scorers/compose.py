@@ -15,6 +15,8 @@ from torch import Tensor
 
 from vllm_spec_ext.config import AnyOfRule, ScorerOptions
 from vllm_spec_ext.scorers.base import Scorer, Verification
+from vllm_spec_ext.scorers.exact import Exact
+from vllm_spec_ext.scorers.min_block import MinBlock
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,16 @@ class AnyOf:
     scorers: tuple[Scorer, ...]
     lossless: ClassVar[bool] = False
 
+    def relaxed(self, v: Verification) -> Tensor:
+        """[num_nodes] bool: tolerated by at least one rule, exact matches perhaps left out."""
+        return reduce(torch.logical_or, (scorer.relaxed(v) for scorer in self.scorers))
+
     def tolerated(self, v: Verification) -> Tensor:
         """[num_nodes] bool: tolerated by at least one rule."""
-        return reduce(torch.logical_or, (scorer.tolerated(v) for scorer in self.scorers))
+        # One member with its exact matches is enough, and ranking rules have them at no extra cost.
+        full = min(self.scorers, key=lambda scorer: isinstance(scorer, MinBlock | Exact))
+        masks = (s.tolerated(v) if s is full else s.relaxed(v) for s in self.scorers)
+        return reduce(torch.logical_or, masks)
 
     def for_batch(
         self, rules: Sequence[ScorerOptions | None], device: torch.device | str = "cpu"

@@ -37,11 +37,18 @@ class Distance:
     metric: Metric = id_distance
     lossless: ClassVar[bool] = False
 
-    def tolerated(self, v: Verification) -> Tensor:
-        """[num_nodes] bool: near the target's choice, or equal to it."""
+    def relaxed(self, v: Verification) -> Tensor:
+        """[num_nodes] bool: near the target's choice."""
         epsilon = per_node(self.epsilon, v, torch.float32)
         near = self.metric(v.choice, v.tokens) <= epsilon
-        return (near & (epsilon > 0) & v.free) | v.matches
+        return near & (epsilon > 0) & v.free
+
+    def tolerated(self, v: Verification) -> Tensor:
+        """[num_nodes] bool: near the target's choice, or equal to it."""
+        exact = (v.draft_token_ids == v.choice) & (v.draft_logits > -torch.inf)
+        if v.sampled is not None:
+            exact &= ~v.sampled
+        return self.relaxed(v) | exact
 
     def for_batch(
         self, rules: Sequence[ScorerOptions | None], device: torch.device | str = "cpu"

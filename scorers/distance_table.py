@@ -99,8 +99,7 @@ def load_metric(source: str, vocab_size: int | None = None) -> Metric:
         if ":" in source:
             return _load_function(source)
         raise SpecExtError(
-            f"distance table {source!r}: expected a .npy or .safetensors file or "
-            "'module:function'"
+            f"distance table {source!r}: expected a .npy or .safetensors file or 'module:function'"
         )
     try:
         table = _read_array(path)

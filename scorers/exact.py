@@ -22,6 +22,10 @@ class Exact:
 
     lossless: ClassVar[bool] = True
 
+    def relaxed(self, v: Verification) -> Tensor:
+        """[num_nodes] bool: none."""
+        return torch.zeros_like(v.exact_only)
+
     def tolerated(self, v: Verification) -> Tensor:
         """[num_nodes] bool: greedy and equal to the target's argmax."""
         return v.matches

@@ -43,10 +43,14 @@ class MinBlock:
     length: int | Tensor  # tokens a step; tensor: [num_requests] int64
     lossless: ClassVar[bool] = False
 
+    def relaxed(self, v: Verification) -> Tensor:
+        """[num_nodes] bool: forced by depth."""
+        forced = v.depths < per_node(self.length, v, torch.int64) - 1
+        return forced & on_first_path(v) & v.free
+
     def tolerated(self, v: Verification) -> Tensor:
         """[num_nodes] bool: forced by depth, or equal to the target's choice."""
-        forced = v.depths < per_node(self.length, v, torch.int64) - 1
-        return (forced & on_first_path(v) & v.free) | v.matches
+        return self.relaxed(v) | v.matches
 
     def for_batch(
         self, rules: Sequence[ScorerOptions | None], device: torch.device | str = "cpu"

@@ -2,8 +2,8 @@
 """A request's own acceptance rule: the server's, made stricter, never looser.
 
 A request may say ``"exact"``, or give parameters of the server's rule: ``{"k": 1}`` under
-``{"type": "top_k", "k": 3}``; for ``any_of``, ``{"rules": [...]}`` with one such value (or null) for
-each of the server's rules. Everything a request leaves out stays as the server has it.
+``{"type": "top_k", "k": 3}``; for ``any_of``, ``{"rules": [...]}`` with one such value (or null)
+for each of the server's rules. Everything a request leaves out stays as the server has it.
 """
 
 from collections.abc import Mapping, Sequence

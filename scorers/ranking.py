@@ -17,7 +17,7 @@ from torch import Tensor
 BLOCK = 2048
 
 
-@njit(nogil=True, cache=True)  # type: ignore[misc]
+@njit(nogil=True, cache=True)
 def _num_not_below(block, value):  # type: ignore[no-untyped-def]
     count = 0
     for j in range(block.shape[0]):
@@ -25,7 +25,7 @@ def _num_not_below(block, value):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(nogil=True, cache=True)  # type: ignore[misc]
+@njit(nogil=True, cache=True)
 def _num_above(block, value):  # type: ignore[no-untyped-def]
     count = 0
     for j in range(block.shape[0]):
@@ -33,15 +33,15 @@ def _num_above(block, value):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(nogil=True, cache=True)  # type: ignore[misc]
+@njit(nogil=True, cache=True)
 def _exceeds(block, value, margin):  # type: ignore[no-untyped-def]
+    exceeds = False
     for j in range(block.shape[0]):
-        if not (block[j] - value <= margin):
-            return True
-    return False
+        exceeds |= not (block[j] - value <= margin)
+    return exceeds
 
 
-@njit(nogil=True, cache=True)  # type: ignore[misc]
+@njit(nogil=True, cache=True)
 def _stands(row, token, limit, margin):  # type: ignore[no-untyped-def]
     value = row[token]
     if not value > -float("inf") or limit < 1:
@@ -63,25 +63,12 @@ def _stands(row, token, limit, margin):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(nogil=True, cache=True)  # type: ignore[misc]
-def _all_stand(logits, rows, tokens, limits, margins, out):  # type: ignore[no-untyped-def]
+@njit(nogil=True, cache=True)
+def _all_stand(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (numba: positional)
+    logits, rows, tokens, limits, margins, out
+):
     for i in range(tokens.shape[0]):
         out[i] = _stands(logits[rows[i]], tokens[i], limits[i], margins[i])
-
-
-@njit(nogil=True, cache=True)  # type: ignore[misc]
-def _first_equal(logits, values, out):  # type: ignore[no-untyped-def]
-    for i in range(logits.shape[0]):
-        start = 0
-        out[i] = -1
-        while start < logits.shape[1] and out[i] < 0:
-            block = logits[i, start : min(start + BLOCK, logits.shape[1])]
-            if _num_not_below(block, values[i]) > 0:
-                for j in range(block.shape[0]):
-                    if block[j] == values[i]:
-                        out[i] = start + j
-                        break
-            start += BLOCK
 
 
 def stands(
@@ -128,24 +115,25 @@ def stands_on_device(
 
 
 def first_argmax(logits: Tensor) -> Tensor:
-    """``logits.argmax(dim=1)``, about five times as fast on the CPU.
+    """``logits.argmax(dim=1)``, several times as fast on the CPU.
 
-    torch reduces values with vector instructions but values *and* indices without them, so the
-    maximum is found first and its first position after it.
+    torch finds maxima with vector instructions, but positions without them: so the maximum of each
+    block is found first, and a position only in the first block that holds the row's maximum.
 
     Args:
         logits: [num_rows, vocab] float32.
 
     Returns:
-        [num_rows] int64, the smallest id among equal maxima.
+        [num_rows] int64, the smallest id among equal maxima (of a NaN, if the row has any).
     """
-    if logits.device.type != "cpu":
+    size = logits.shape[1]
+    if logits.device.type != "cpu" or size <= BLOCK:
         return logits.argmax(dim=1)
-    out = torch.empty(logits.shape[0], dtype=torch.int64)
-    if out.numel() == 0:
-        return out
-    _first_equal(logits.detach().numpy(), logits.amax(dim=1).numpy(), out.numpy())
-    lost = out < 0  # a NaN in the row equals nothing
-    if bool(lost.any()):
-        out[lost] = logits[lost].argmax(dim=1)
-    return out
+    num_whole = size // BLOCK
+    whole = logits[:, : num_whole * BLOCK].unflatten(1, (num_whole, BLOCK)).amax(dim=2)
+    # The last block overlaps the one before it; it is only chosen for what stands behind that.
+    last = logits[:, size - BLOCK :].amax(dim=1, keepdim=True)
+    block = torch.cat([whole, last], dim=1).argmax(dim=1)
+    start = (block * BLOCK).clamp(max=size - BLOCK)
+    inside = torch.stack([logits[i, s : s + BLOCK] for i, s in enumerate(start.tolist())])
+    return start + inside.argmax(dim=1)

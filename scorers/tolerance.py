@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GAD++ acceptance: among the target's ``beta`` best tokens and at most ``tau`` nats behind the best.
+"""GAD++ acceptance: among the ``beta`` best tokens and at most ``tau`` nats behind the best one.
 
 Xia et al. 2022 (generalized aggressive decoding), equations 8 and 9: ``log P(draft) >= log P(rank
 beta)`` and ``log P(top 1) - log P(draft) <= tau``. Both are differences of log-probabilities of one
 row, so the normaliser cancels and raw logits give the same verdict. They are the *untempered*
 logits: tau means the same at every temperature. beta=1 or tau=0 is GAD, the exact rule.
 
-Ties at rank beta are cut by token id (as argmax does), so that at most ``beta`` tokens are tolerated.
+Ties at rank beta are cut by token id (as argmax does): at most ``beta`` tokens are tolerated.
 Sampled requests: a tolerated token is accepted for certain, any other one by the lossless rule.
 """
 
@@ -35,6 +35,10 @@ class Tolerance:
         return ranked_within(
             v, per_node(self.beta, v, torch.int64), per_node(self.tau, v, torch.float32)
         )
+
+    def relaxed(self, v: Verification) -> Tensor:
+        """As ``tolerated``: the best token is always among them."""
+        return self.tolerated(v)
 
     def for_batch(
         self, rules: Sequence[ScorerOptions | None], device: torch.device | str = "cpu"

@@ -50,6 +50,10 @@ class TopK:
         margins = per_node(torch.inf, v, torch.float32)
         return ranked_within(v, per_node(self.k, v, torch.int64), margins)
 
+    def relaxed(self, v: Verification) -> Tensor:
+        """As ``tolerated``: the best token is always among them."""
+        return self.tolerated(v)
+
     def for_batch(
         self, rules: Sequence[ScorerOptions | None], device: torch.device | str = "cpu"
     ) -> "TopK":

@@ -205,7 +205,7 @@ ScorerOptions = Annotated[
 
 
 class EtaOptions(Options):
-    """Eta sampling for one request (Hewitt et al. 2022): cut the tail that is noise at this entropy."""
+    """Eta sampling (Hewitt et al. 2022): drop what is noise at the row's entropy."""
 
     epsilon: float = Field(ge=0, lt=1)
     """Probability below which a token is dropped however flat the distribution; 0 switches the
