@@ -9,6 +9,7 @@ Order of tokens: larger logit first, smaller id first among equal logits, NaN be
 That is the order of ``torch.argmax``, so "among the best 1" is the greedy choice.
 """
 
+import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
@@ -69,6 +70,18 @@ def _all_stand(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (numba: positio
 ):
     for i in range(tokens.shape[0]):
         out[i] = _stands(logits[rows[i]], tokens[i], limits[i], margins[i])
+
+
+@njit(nogil=True, cache=True)
+def _first_equal(logits, values, positions):  # type: ignore[no-untyped-def]
+    """Move each position on to the first entry of its row that is the value (or NaN, if it is)."""
+    for i in range(logits.shape[0]):
+        value = values[i]
+        for j in range(positions[i], logits.shape[1]):
+            found = logits[i, j]
+            if found == value or (np.isnan(found) and np.isnan(value)):
+                positions[i] = j
+                break
 
 
 def stands(
@@ -133,7 +146,8 @@ def first_argmax(logits: Tensor) -> Tensor:
     whole = logits[:, : num_whole * BLOCK].unflatten(1, (num_whole, BLOCK)).amax(dim=2)
     # The last block overlaps the one before it; it is only chosen for what stands behind that.
     last = logits[:, size - BLOCK :].amax(dim=1, keepdim=True)
-    block = torch.cat([whole, last], dim=1).argmax(dim=1)
+    maxima = torch.cat([whole, last], dim=1)
+    block = maxima.argmax(dim=1)
     start = (block * BLOCK).clamp(max=size - BLOCK)
-    inside = torch.stack([logits[i, s : s + BLOCK] for i, s in enumerate(start.tolist())])
-    return start + inside.argmax(dim=1)
+    _first_equal(logits.detach().numpy(), maxima.amax(dim=1).numpy(), start.numpy())
+    return start
