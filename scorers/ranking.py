@@ -99,6 +99,7 @@ def stands(
     Returns:
         [num_nodes] bool.
     """
+    assert logits.dtype == torch.float32
     if logits.device.type == "cpu":
         out = torch.zeros(tokens.shape[0], dtype=torch.bool)
         _all_stand(

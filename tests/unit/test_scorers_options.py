@@ -16,6 +16,7 @@ from vllm_spec_ext.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from vllm_spec_ext.scorers.base import Verification
 from vllm_spec_ext.scorers.distance_table import load_metric
 from vllm_spec_ext.scorers.exact import Exact
 from vllm_spec_ext.scorers.narrow import narrow
@@ -148,6 +149,24 @@ def test_metrics_from_files_and_functions(tmp_path: Path) -> None:
     assert load_metric(str(tmp_path / "v.safetensors"))(target, draft).tolist() == [5.0, 0.0, 5.0]
     metric = load_metric(f"{__name__}:halves")
     assert metric(target, draft).tolist() == [1.0, 0.0, 1.0]
+
+
+def test_distance_rule_with_a_table(tmp_path: Path) -> None:
+    """Rows are targets, columns drafts; NaN is further than anything."""
+    table = np.array([[0.0, np.nan, 1.0], [0.5, 0.0, 9.0], [1.0, 9.0, 0.0]], np.float32)
+    np.save(tmp_path / "t.npy", table)
+    rule = parse_rule({"type": "distance", "epsilon": 1.0, "table": str(tmp_path / "t.npy")})
+    pairs = [(target, draft) for target in range(3) for draft in range(3)]
+    nodes = torch.arange(9)
+    v = Verification(
+        logits=torch.eye(3)[[target for target, _ in pairs]],
+        draft_token_ids=torch.tensor([draft for _, draft in pairs]),
+        depths=nodes,
+        request_index=nodes * 0,
+        exact_only=nodes < 0,
+    )
+    found = build_scorer(rule, allow_lossy=True, vocab_size=3).tolerated(v)
+    assert found.tolist() == (np.nan_to_num(table, nan=9.0) <= 1.0).ravel().tolist()
 
 
 def test_bad_metrics(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every relaxed rule against a slow, obvious reference, on chains and trees."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from vllm_spec_ext.scorers.ranking import BLOCK, first_argmax, stands, stands_on
 from vllm_spec_ext.scorers.registry import build_scorer, names, parse_rule, warm_up
 from vllm_spec_ext.scorers.tree import judging_rows, node_depths
 
-RULES = [
+RULES: list[dict[str, Any]] = [
     {"type": "exact"},
     {"type": "top_k", "k": 2},
     {"type": "top_k", "k": 3},
@@ -29,7 +31,7 @@ RULES = [
         "rules": [{"type": "distance", "epsilon": 1}, {"type": "min_block", "length": 2}],
     },
 ]
-STRICT = [
+STRICT: list[dict[str, Any]] = [
     {"type": "top_k", "k": 1},
     {"type": "distance", "epsilon": 0},
     {"type": "min_block", "length": 1},
@@ -97,7 +99,7 @@ def reference(rule: ScorerOptions, v: Verification, node: int) -> bool:
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_rule_equals_reference(options: dict[str, object], tree: bool, seed: int) -> None:
+def test_rule_equals_reference(options: dict[str, Any], tree: bool, seed: int) -> None:
     rule = parse_rule(options)
     v = make_batch(seed, tree=tree)
     before = v.logits.clone()
@@ -107,7 +109,7 @@ def test_rule_equals_reference(options: dict[str, object], tree: bool, seed: int
 
 
 @pytest.mark.parametrize("options", STRICT, ids=str)
-def test_strict_end_is_exact_even_without_normalisation(options: dict[str, object]) -> None:
+def test_strict_end_is_exact_even_without_normalisation(options: dict[str, Any]) -> None:
     """The strict parameters reach the exact verdict in the rules' own arithmetic too."""
     rule = parse_rule(options)
     loose = parse_rule(
@@ -128,10 +130,11 @@ def test_strict_end_is_exact_even_without_normalisation(options: dict[str, objec
 @pytest.mark.parametrize("options", RULES[1:], ids=str)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_mixed_batch_equals_requests_alone(options: dict[str, object], seed: int) -> None:
+def test_mixed_batch_equals_requests_alone(options: dict[str, Any], seed: int) -> None:
     """Per-request parameters give what each request would get from a server of its own."""
     server = parse_rule(options)
-    smaller = {"k": 1, "epsilon": 0.5, "length": 2, "beta": 2, "tau": 0.5}
+    values: list[Any]
+    smaller: dict[str, float] = {"k": 1, "epsilon": 0.5, "length": 2, "beta": 2, "tau": 0.5}
     if server.type == "any_of":
         values = [None, "exact", {"rules": ["exact", None]}, {"rules": [None, "exact"]}]
     else:
@@ -180,7 +183,7 @@ def test_forbidden_and_stop_tokens_are_never_let_through() -> None:
         request_index=zeros,
         exact_only=torch.tensor([False, True, False]),
     )
-    wide: list[dict[str, object]] = [
+    wide: list[dict[str, Any]] = [
         {"type": "top_k", "k": 4},
         {"type": "distance", "epsilon": 9},
         {"type": "min_block", "length": 9},

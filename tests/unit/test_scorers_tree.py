@@ -148,7 +148,8 @@ def paths_of(parents: Sequence[int]) -> list[list[int]]:
     leaves = [i for i in range(len(parents)) if i not in parents]
     paths = []
     for leaf in leaves:
-        path, node = [], leaf
+        path: list[int] = []
+        node = leaf
         while node >= 0:
             path.insert(0, node)
             node = parents[node]
@@ -176,7 +177,8 @@ def per_path_law(parents: Sequence[int], tokens: Sequence[int]) -> dict[Tokens, 
     law: defaultdict[Tokens, float] = defaultdict(float)
     for draws in itertools.product(range(VOCAB), repeat=len(positions)):
         drawn = dict(zip(positions, draws, strict=True))
-        weight, best = 1.0, ()
+        weight = 1.0
+        best: Tokens = ()
         for k, path in enumerate(paths):
             words = tuple(tokens[i] for i in path)
             for i in range(len(path) + 1):
