@@ -35,6 +35,17 @@ class OracleOptions(MethodOptions):
     """Branches of the drafted tree; the right one is never the first if there are several."""
 
 
+class Recorder(BaseProposer):
+    """Remembers what became of its drafts."""
+
+    def __init__(self, options: MethodOptions) -> None:
+        super().__init__(options)
+        self.outcomes: list[StepOutcome] = []
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        self.outcomes += outcomes
+
+
 @proposer(
     "oracle",
     summary="Test drafter that knows the answer.",
@@ -43,27 +54,15 @@ class OracleOptions(MethodOptions):
     num_speculative_tokens=8,
     tree=True,
 )
-class Oracle(BaseProposer):
+class Oracle(Recorder):
     """Drafts the request's true continuation, sometimes spoiled."""
 
     options: OracleOptions
-
-    def __init__(self, options: MethodOptions) -> None:
-        super().__init__(options)
-        self.outcomes: list[StepOutcome] = []
-        self.known: set[str] = set()
-
-    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        self.outcomes += outcomes
-
-    def finish(self, request_ids: Sequence[str]) -> None:
-        self.known -= set(request_ids)
 
     def propose(self, step: StepContext) -> list[Draft]:
         return [self._draft(request) for request in step.requests]
 
     def _draft(self, request: RequestStep) -> Draft:
-        self.known.add(request.request_id)
         options = request.options
         assert isinstance(options, OracleRequest)
         position = request.num_output_tokens
@@ -108,7 +107,7 @@ def _hide_in_tree(right: list[int], room: int, branches: int, rng: random.Random
     num_speculative_tokens=8,
     tree=True,
 )
-class Noise(BaseProposer):
+class Noise(Recorder):
     """Drafts tokens that are never the true ones."""
 
     def propose(self, step: StepContext) -> list[Draft]:

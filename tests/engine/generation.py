@@ -39,10 +39,3 @@ def run(
 def tokens(outputs: Sequence[Any]) -> list[list[list[int]]]:
     """Token ids of every completion of every prompt."""
     return [[list(completion.token_ids) for completion in out.outputs] for out in outputs]
-
-
-def counters(engine: Any) -> dict[str, int]:
-    """vLLM's counters by name, vectors left out."""
-    return {m.name: m.value for m in engine.get_metrics() if isinstance(getattr(m, "value", None), int)}
-
-

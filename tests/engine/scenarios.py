@@ -58,5 +58,7 @@ SCENARIOS = {
     "regex": Scenario(
         [{"max_tokens": 40, "structured_outputs": {"regex": "(ab|cd){3,9}[0-9]+x"}}], PROMPTS[:3]
     ),
-    "several_samples": Scenario([{"max_tokens": 20, "n": 3, "temperature": 1.0, "top_k": 1}], PROMPTS[:3]),
+    "several_samples": Scenario(
+        [{"max_tokens": 20, "n": 3, "temperature": 1.0, "top_k": 1}], PROMPTS[:3]
+    ),
 }

@@ -16,6 +16,16 @@ from vllm_spec_ext.proposers.base import Draft, EngineHandle, StepContext, StepO
 logger = logging.getLogger("vllm.spec_ext")
 
 _MAX_TIMINGS = 100_000
+_MAX_TREES = 16  # requests that may draft branches in the same step before trees get smaller
+
+
+def num_scratch_blocks(tree: bool, num_draft_tokens: int, max_num_seqs: int) -> int:
+    """KV blocks set aside for the branches of draft trees.
+
+    A segment of a tree needs one block, two if it crosses a block border, and a tree rarely has
+    more than half as many segments as nodes. Where the blocks do not suffice, trees are cut.
+    """
+    return min(max_num_seqs, _MAX_TREES) * num_draft_tokens if tree else 0
 
 
 class Drafter:
@@ -33,6 +43,11 @@ class Drafter:
         self._proposer = registry.load(settings.method)(settings.options)
         self._engine: EngineHandle | None = None
         self.needs = self._proposer.needs
+        self.num_scratch_blocks = num_scratch_blocks(
+            self.info.tree,
+            self._num_draft_tokens,
+            vllm_config.scheduler_config.max_num_seqs,
+        )
         self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
 
     def load_model(self, target_model: torch.nn.Module) -> None:

@@ -5,17 +5,32 @@ Every override calls ``super()`` or replaces a step that vLLM reserves for the d
 vLLM code. Methods and line numbers are those of vLLM 0.32 v1/worker/gpu_model_runner.py.
 """
 
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_spec_ext.config import RequestOptions
+from vllm_spec_ext.engine.draft_batch import DraftBatch
 from vllm_spec_ext.engine.drafter import Drafter
+from vllm_spec_ext.engine.node_sampling import verify
+from vllm_spec_ext.engine.platform_bugs import chain_sampling_is_broken
 from vllm_spec_ext.engine.request_options import parse_request
+from vllm_spec_ext.engine.tree_attention import TreeAttention, unsupported_reason, with_scratch
+from vllm_spec_ext.engine.tree_plan import (
+    RequestRows,
+    build_plan,
+    fitting_prefix,
+    is_branching,
+    segment_bounds,
+)
 from vllm_spec_ext.errors import RequestOptionError
-from vllm_spec_ext.proposers.base import RequestStep, StepContext, StepOutcome
+from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext, StepOutcome
+from vllm_spec_ext.scorers.tree import Walk
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -25,15 +40,48 @@ class SpecRunnerMixin:
 
     # Attributes of vLLM's runner that the overrides read.
     drafter: Drafter
+    device: torch.device
     input_batch: Any
     requests: dict[str, Any]
+    sampler: Any
     max_model_len: int
+    cudagraph_dispatcher: Any
+    query_start_loc: Any
 
     _request_options: dict[str, RequestOptions]
+    _trees: dict[str, tuple[list[int], list[int]]]  # tokens and parents of branching drafts
+    _tree_attention: TreeAttention | None
+    _drafts_of_step: list[list[int]]  # scheduled draft tokens of each row
+    _last_walk: Walk | None
 
     def init_spec_ext(self) -> None:
         """State of our own; called once, right after the runner was specialised."""
         self._request_options = {}
+        self._trees = {}
+        self._tree_attention = None
+        self._drafts_of_step = []
+        self._last_walk = None
+        self._walk_sampled_chains = chain_sampling_is_broken(self.device)
+
+    # -- KV cache ------------------------------------------------------------------------------
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """l.7055: add the scratch blocks of draft trees behind the request blocks."""
+        num_scratch = self.drafter.num_scratch_blocks
+        is_profiling = bool(args and args[0]) or kwargs.get("is_profiling", False)
+        if not num_scratch or is_profiling:
+            super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+            return
+        first = kv_cache_config.num_blocks
+        enlarged = with_scratch(kv_cache_config, num_scratch)
+        super().initialize_kv_cache(enlarged, *args, **kwargs)  # type: ignore[misc]
+        reason = unsupported_reason(self)
+        if reason is not None:
+            logger.warning("vllm-spec-ext: only the first path of each draft is used: %s", reason)
+            return
+        self._tree_attention = TreeAttention(self, range(first, first + num_scratch))
+
+    # -- before the forward pass ---------------------------------------------------------------
 
     def _update_states(self, scheduler_output: Any) -> Callable[[], None] | None:
         """l.1172: requests come and go; free the proposer's state of those that went."""
@@ -43,22 +91,119 @@ class SpecRunnerMixin:
             self.drafter.finish(sorted(gone))
             for request_id in gone:
                 self._request_options.pop(request_id, None)
+                self._trees.pop(request_id, None)
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 
-    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-        """l.3437: a step without any draft is sampled plainly.
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+        """l.1920: where drafts branch, replace vLLM's chain layout by a tree plan."""
+        result = super()._prepare_inputs(  # type: ignore[misc]
+            scheduler_output, num_scheduled_tokens
+        )
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        self._drafts_of_step = [scheduled.get(req, []) for req in self.input_batch.req_ids]
+        if self._tree_attention is not None:
+            self._tree_attention.end()
+            if self._trees:
+                self._plan_trees(num_scheduled_tokens)
+        return result
 
-        vLLM sends such steps through its rejection sampler too, which on CPU fails on an empty
-        batch of draft rows when a request asks for top-k (v1/sample/ops/topk_topp_sampler.py:529).
+    def _plan_trees(self, num_scheduled_tokens: np.ndarray) -> None:
+        assert self._tree_attention is not None
+        batch = self.input_batch
+        starts = self.query_start_loc.np
+        requests = []
+        for row, (request_id, draft) in enumerate(
+            zip(batch.req_ids, self._drafts_of_step, strict=True)
+        ):
+            parents = None
+            num_tokens = int(num_scheduled_tokens[row])
+            if draft and num_tokens == len(draft) + 1:
+                parents = self._scheduled_parents(request_id, draft)
+            first, computed = int(starts[row]), int(batch.num_computed_tokens_cpu[row])
+            requests.append(RequestRows(first, num_tokens, computed, parents))
+        if all(request.parents is None for request in requests):
+            return
+        attention = self._tree_attention
+        table = batch.block_table[0].block_table.np
+        attention.begin(build_plan(requests, table, attention.block_size, attention.scratch))
+
+    def _scheduled_parents(self, request_id: str, draft: Sequence[int]) -> list[int] | None:
+        """Parents of the scheduled part of a request's tree; None if that part is a chain."""
+        tokens, parents = self._trees.get(request_id, ([], []))
+        if tokens[: len(draft)] != list(draft):
+            return None  # not the draft that we stored, so vLLM's own placeholders
+        parents = parents[: len(draft)]
+        return parents if is_branching(parents) else None
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        """l.3718: a full CUDA graph has a fixed number of requests, so not with virtual ones."""
+        if self._tree_attention is None or self._tree_attention.plan is None:
+            return super()._determine_batch_execution_and_padding(  # type: ignore[misc]
+                *args, **kwargs
+            )
+        with _no_full_graph(self.cudagraph_dispatcher):
+            return super()._determine_batch_execution_and_padding(  # type: ignore[misc]
+                *args, **kwargs
+            )
+
+    # -- verification --------------------------------------------------------------------------
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        """l.3437: trees are judged by the target's own samples, chains by vLLM's sampler.
+
+        A step without any draft is sampled plainly: vLLM sends it through its rejection sampler
+        too, which fails on an empty batch of draft rows when a request asks for top-k on CPU
+        (v1/sample/ops/topk_topp_sampler.py:529).
         """
-        if spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0:
-            spec_decode_metadata = None
-        return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        self._last_walk = None
+        if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
+            return super()._sample(logits, None)  # type: ignore[misc]
+        metadata = self.input_batch.sampling_metadata
+        plan = self._tree_attention.plan if self._tree_attention is not None else None
+        if plan is None and not (self._walk_sampled_chains and not metadata.all_greedy):
+            return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        parents: list[Sequence[int] | None] = [None] * len(self._drafts_of_step)
+        drafts = list(self._drafts_of_step)
+        if plan is not None:
+            for row, request_id in enumerate(self.input_batch.req_ids):
+                if row in plan.segments:
+                    parents[row] = self._scheduled_parents(request_id, drafts[row])
+                    kept = plan.kept(row, len(drafts[row]))
+                    drafts[row] = drafts[row][:kept] + [-1] * (len(drafts[row]) - kept)
+        output, walk = verify(DraftBatch.of(drafts, parents), logits, metadata, self.sampler)
+        self._last_walk = walk
+        if plan is not None:
+            self._commit(walk)
+        return output
+
+    def _commit(self, walk: Walk) -> None:
+        """Put the accepted tokens' KV in its place before anything counts as computed."""
+        attention = self._tree_attention
+        assert attention is not None
+        assert attention.plan is not None
+        copies = []
+        batch = self.input_batch
+        for row in attention.plan.segments:
+            num_accepted = int(walk.num_accepted[row])
+            if not num_accepted:
+                continue
+            last_node = int(walk.accepted[row, num_accepted - 1])
+            position = int(batch.num_computed_tokens_cpu[row]) + num_accepted
+            table = batch.block_table[0].block_table.np[row]
+            copies += [
+                (block, int(table[column]))
+                for block, column in attention.plan.commits(
+                    row, last_node, position, attention.block_size
+                )
+            ]
+        attention.copy_blocks(copies)
+
+    # -- drafting ------------------------------------------------------------------------------
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """l.4288: vLLM drops the drafts of *all* requests when one nears ``max_model_len``.
 
-        Ours are limited request by request instead, see :meth:`_room`.
+        Ours are limited request by request instead, see :meth:`_request_step`.
         """
         return common_attn_metadata is not None
 
@@ -85,14 +230,48 @@ class SpecRunnerMixin:
         steps = [self._request_step(row, sampled_token_ids[row], budget) for row in rows]
         hidden = None
         if self.drafter.needs.hidden_states and rows:
-            last = self._last_rows(sampled_token_ids, spec_decode_metadata)
+            last = self._last_rows(sampled_token_ids)
             hidden = sample_hidden_states[[last[row] for row in rows]]
-        outcomes = self._outcomes(scheduler_output, sampled_token_ids)
+        outcomes = self._outcomes(sampled_token_ids)
         drafts = self.drafter.draft(StepContext(steps, hidden), outcomes)
         result: list[list[int]] = [[] for _ in sampled_token_ids]
+        num_free = len(self._tree_attention.scratch) if self._tree_attention is not None else 0
         for row, step, draft in zip(rows, steps, drafts, strict=True):
-            result[row] = draft.tokens[: step.room].tolist()
+            parents, used = self._verifiable(row, step, draft, num_free)
+            num_free -= used
+            result[row] = draft.tokens[: len(parents)].tolist()
+            self._trees.pop(step.request_id, None)
+            if is_branching(parents):
+                self._trees[step.request_id] = (result[row], parents)
         return result
+
+    def _verifiable(
+        self, row: int, step: RequestStep, draft: Draft, num_free: int
+    ) -> tuple[list[int], int]:
+        """The part of a draft that the next step can verify.
+
+        Returns:
+            Parents of the nodes that stay, and the scratch blocks that they will need.
+        """
+        num_nodes = min(len(draft), step.room)
+        if draft.parents is None:
+            return list(range(-1, num_nodes - 1)), 0
+        parents: list[int] = draft.parents[:num_nodes].tolist()
+        if not is_branching(parents):
+            return parents, 0
+        params = self.requests[step.request_id].sampling_params
+        holder = self.input_batch.sampling_metadata.thinking_budget_state_holder
+        # vLLM's grammar and thinking budgets follow one chain of draft tokens.
+        chain_only = params.structured_outputs is not None or (
+            holder is not None and holder.has_tracked_requests()
+        )
+        if self._tree_attention is None or chain_only:
+            first_end = segment_bounds(parents)[0][1]
+            return parents[:first_end], 0
+        size, used = fitting_prefix(
+            parents, len(step.token_ids) - 1, self._tree_attention.block_size, num_free
+        )
+        return parents[:size], used
 
     def _request_step(self, row: int, new_tokens: list[int], budget: int) -> RequestStep:
         batch = self.input_batch
@@ -128,30 +307,49 @@ class SpecRunnerMixin:
             self._request_options[request_id] = options
         return options
 
-    @staticmethod
-    def _last_rows(sampled_token_ids: list[list[int]], spec_decode_metadata: Any) -> list[int]:
-        """Row of `sample_hidden_states` that produced each request's last new token."""
-        if spec_decode_metadata is None:
-            return list(range(len(sampled_token_ids)))
+    def _last_rows(self, sampled_token_ids: list[list[int]]) -> list[int]:
+        """Row of the step's logits that produced each request's last new token."""
         rows, offset = [], 0
-        counts = spec_decode_metadata.num_draft_tokens
-        for num_drafted, tokens in zip(counts, sampled_token_ids, strict=True):
-            rows.append(offset + max(len(tokens), 1) - 1)
-            offset += num_drafted + 1
+        for row, (draft, tokens) in enumerate(
+            zip(self._drafts_of_step, sampled_token_ids, strict=True)
+        ):
+            node = len(tokens) - 2  # the node before the last token of a chain, -1 = root
+            if self._last_walk is not None and node >= 0:
+                node = int(self._last_walk.accepted[row, node])
+            rows.append(offset + 1 + max(node, -1))
+            offset += len(draft) + 1
         return rows
 
-    def _outcomes(
-        self, scheduler_output: Any, sampled_token_ids: list[list[int]]
-    ) -> list[StepOutcome]:
+    def _outcomes(self, sampled_token_ids: list[list[int]]) -> list[StepOutcome]:
         outcomes = []
-        for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
+        for row, (draft, tokens) in enumerate(
+            zip(self._drafts_of_step, sampled_token_ids, strict=True)
+        ):
             # Placeholders (-1) are the scheduler's padding of a resumed request, not a draft.
-            num_drafted = sum(token >= 0 for token in tokens)
-            row = self.input_batch.req_id_to_index.get(request_id)
-            if row is None or not num_drafted or not sampled_token_ids[row]:
-                continue
-            outcomes.append(StepOutcome(request_id, num_drafted, len(sampled_token_ids[row]) - 1))
+            num_drafted = sum(token >= 0 for token in draft)
+            if num_drafted and tokens:
+                request_id = self.input_batch.req_ids[row]
+                outcomes.append(StepOutcome(request_id, num_drafted, len(tokens) - 1))
         return outcomes
+
+
+@contextmanager
+def _no_full_graph(dispatcher: Any) -> Iterator[None]:
+    """Keep vLLM's CUDA graph dispatcher from choosing a full graph."""
+    from vllm.config import CUDAGraphMode
+
+    dispatch = dispatcher.dispatch
+
+    @functools.wraps(dispatch)
+    def without_full(*args: Any, invalid_modes: Any = None, **kwargs: Any) -> Any:
+        refused = {CUDAGraphMode.FULL, *(invalid_modes or ())}
+        return dispatch(*args, invalid_modes=refused, **kwargs)
+
+    dispatcher.dispatch = without_full
+    try:
+        yield
+    finally:
+        del dispatcher.dispatch
 
 
 def specialise(runner: Any) -> None:

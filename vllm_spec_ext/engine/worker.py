@@ -16,6 +16,13 @@ class SpecWorkerMixin:
         super().init_device()  # type: ignore[misc]
         specialise(self.model_runner)
 
+    def determine_available_memory(self) -> int:
+        """Leave the scratch blocks of draft trees out of the memory for requests."""
+        specs = self.model_runner.get_kv_cache_spec().values()
+        num_scratch = self.model_runner.drafter.num_scratch_blocks
+        scratch_bytes = num_scratch * sum(spec.page_size_bytes for spec in specs)
+        return super().determine_available_memory() - scratch_bytes  # type: ignore[misc]
+
     def spec_ext_stats(self) -> dict[str, list[float]]:
         """Drafter time of each step since the last call, in microseconds; clears it."""
         timings = self.model_runner.drafter.propose_us

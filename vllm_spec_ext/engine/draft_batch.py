@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft nodes of one step, laid out as vLLM lays out its logits; numpy only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """For each request of the batch its root row, then one row for each draft node.
+
+    The root row is the last verified token (or the last token of a prefill chunk).
+    """
+
+    parents: Int64s  # [num_nodes] parent within the request, -1 = root
+    tokens: Int64s  # [num_nodes]
+    node_starts: Int64s  # [num_requests + 1] first node of each request
+
+    @classmethod
+    def of(
+        cls, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int] | None]
+    ) -> "DraftBatch":
+        """Flatten the drafts of a batch.
+
+        Args:
+            tokens: Draft tokens of each request, in batch order; empty for none.
+            parents: Parent of each node, -1 = root; None for a chain.
+        """
+        sizes = [len(draft) for draft in tokens]
+        flat: list[int] = []
+        for size, given in zip(sizes, parents, strict=True):
+            flat += range(-1, size - 1) if given is None else given[:size]
+        return cls(
+            parents=np.array(flat, np.int64),
+            tokens=np.array([token for draft in tokens for token in draft], np.int64),
+            node_starts=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64),
+        )
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the batch, those without nodes included."""
+        return len(self.node_starts) - 1
+
+    @cached_property
+    def root_rows(self) -> Int64s:
+        """[num_requests] row of each request's root."""
+        return self.node_starts[:-1] + np.arange(self.num_requests)
+
+    @cached_property
+    def request_of_row(self) -> Int64s:
+        """[num_rows] request of each row."""
+        return np.repeat(np.arange(self.num_requests), np.diff(self.node_starts) + 1)
+
+    @cached_property
+    def depth_of_row(self) -> Int64s:
+        """[num_rows] draft tokens between the root and the row, the row's own included."""
+        depths = np.zeros(len(self.request_of_row), np.int64)
+        roots = self.root_rows[np.repeat(np.arange(self.num_requests), np.diff(self.node_starts))]
+        rows = np.flatnonzero(~np.isin(np.arange(len(depths)), self.root_rows))
+        for row, parent_row in zip(rows.tolist(), (roots + 1 + self.parents).tolist(), strict=True):
+            depths[row] = depths[parent_row] + 1
+        return depths
