@@ -7,7 +7,7 @@ A proposer never sees the engine. The adapter (:mod:`vllm_spec_ext.engine.drafte
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -205,3 +205,12 @@ class BaseProposer:
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """No state to free."""
+
+    @staticmethod
+    def resolve_request(options: RequestOptions, prompt: IntArray, tokenizer: Any) -> RequestOptions:
+        """Check a request's options against its prompt, in the front end.
+
+        Called once a request, where a ``RequestOptionError`` still becomes the client's HTTP 400.
+        What it returns travels to the engine, so text may be turned into token ids here.
+        """
+        return options

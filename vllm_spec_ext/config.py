@@ -51,16 +51,34 @@ class InputCopyOptions(MethodOptions):
     """Shortest generated suffix, in tokens, that counts as a match."""
 
     match: Literal["unique", "latest", "best"] = "unique"
-    """What to do when the longest matching suffix occurs more than once in the source: draft
-    nothing (``unique``, the paper's rule), take the last occurrence (``latest``), or the first
-    one after the point where copying last stopped (``best``)."""
+    """Which occurrence counts when the longest matching suffix occurs more than once in the
+    source: none (``unique``, the paper's rule, except as ``near`` says), the last (``latest``),
+    or the first one after the point where copying last stopped, else the last (``best``)."""
 
-    also_output: bool = True
-    """Match the request's own output when the source has no match."""
+    near: int = Field(default=64, ge=0)
+    """With ``unique``, an ambiguous match still counts if an occurrence lies at most this many
+    tokens behind the point where copying last stopped; 0 is the paper's strict rule."""
+
+    fold_case: bool = True
+    """Compare tokens without regard to upper case and a leading space, so that a word that moved
+    to the start of a sentence is still found."""
+
+    growth: int = Field(default=8, ge=0)
+    """Draft at most this many tokens for each token that agrees with the source so far, and at
+    least ``first_draft``: a weak match then costs little. 0 always drafts to the cap."""
+
+    first_draft: int = Field(default=12, ge=1)
+    """Draft tokens after the weakest match, see ``growth``."""
 
     realign: int = Field(default=4, ge=0, le=64)
     """After the target replaced one source token by another, assume that the source goes on
     behind the replaced token and draft this many tokens from there; 0 waits for a match."""
+
+    also_output: bool = True
+    """Match the request's own output where it agrees in more tokens than the source does."""
+
+    output_min_ngram: int = Field(default=1, ge=1, le=64)
+    """Shortest suffix that counts as a match in the request's own output."""
 
     @model_validator(mode="after")
     def _check_ngrams(self) -> Self:

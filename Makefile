@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything runs in .venv, which `make setup` builds; every target brings it up to date first.
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
+BIN := .venv/bin
+TYPED := $(wildcard vllm_spec_ext tests examples scripts)
+
+.PHONY: help setup check fix test demo bench-smoke
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
+
+setup:  ## Build .venv: vLLM for this machine, and this project in editable mode
+	@$(PYTHON) scripts/setup_env.py
+
+check: setup  ## Format, lint, types, unit tests (under two minutes)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/python -m pytest tests/unit -q
+
+fix: setup  ## Format, and repair what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: setup  ## All tests: unit, engine, e2e (minutes)
+	$(BIN)/python -m pytest tests
+
+demo: setup  ## The same text with and without speculation, on a small model
+	$(BIN)/vllm-spec demo
+
+bench-smoke: setup  ## A very short benchmark run: does everything work, not how fast is it
+	$(BIN)/vllm-spec bench --smoke

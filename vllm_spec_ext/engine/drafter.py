@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM builds as its ``custom_class`` proposer: holds ours and keeps its books."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_spec_ext.engine.spec_config import SpecExtConfig
+from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import Draft, EngineHandle, StepContext, StepOutcome
+
+logger = logging.getLogger("vllm.spec_ext")
+
+_MAX_TIMINGS = 100_000
+
+
+class Drafter:
+    """Owns the proposer of one engine; the runner mixin is its only caller."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Called by vLLM's ``create_custom_proposer`` while the runner is being built."""
+        spec_config = vllm_config.speculative_config
+        assert isinstance(spec_config, SpecExtConfig)
+        settings = spec_config.spec_ext
+        self._vllm_config = vllm_config
+        self.info = registry.info(settings.method)
+        self._num_draft_tokens = spec_config.num_speculative_tokens
+        self._options = settings.options
+        self._proposer = registry.load(settings.method)(settings.options)
+        self._engine: EngineHandle | None = None
+        self.needs = self._proposer.needs
+        self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Called by vLLM once the target's weights are loaded."""
+        model = self._vllm_config.model_config
+        self._engine = EngineHandle(
+            vocab_size=model.get_vocab_size(),
+            max_model_len=model.max_model_len,
+            max_num_seqs=self._vllm_config.scheduler_config.max_num_seqs,
+            num_speculative_tokens=self._num_draft_tokens,
+            model=model.model,
+            load_tokenizer=self._load_tokenizer,
+            target=target_model,
+            device=next(target_model.parameters()).device,
+        )
+        self._proposer.start(self._engine)
+        logger.info(
+            "vllm-spec-ext: method %s, up to %d draft tokens a step, %s, drafts %s",
+            self.info.name,
+            self._num_draft_tokens,
+            "lossless" if self.info.lossless else "NOT lossless",
+            "trees" if self.info.tree else "chains",
+        )
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """vLLM checks that this exists; the runner mixin calls :meth:`draft` instead."""
+        raise RuntimeError(
+            "vllm-spec-ext: the engine runs without this plugin's worker class; "
+            "leave --worker-cls out and start it again"
+        )
+
+    def draft(self, step: StepContext, outcomes: Sequence[StepOutcome]) -> list[Draft]:
+        """Report the last outcomes, then ask for drafts; every draft is cut to its room."""
+        start = time.perf_counter()
+        self._proposer.observe(outcomes)
+        drafts = self._proposer.propose(step) if step.requests else []
+        self.propose_us.append((time.perf_counter() - start) * 1e6)
+        if len(drafts) != len(step.requests):
+            raise RuntimeError(
+                f"proposer {self.info.name!r} returned {len(drafts)} drafts for "
+                f"{len(step.requests)} requests; expected one for each"
+            )
+        return drafts
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """Free the proposer's state of these requests."""
+        self._proposer.finish(request_ids)
+
+    def reset(self) -> None:
+        """Forget everything learned from requests: a fresh proposer, warmed up anew."""
+        assert self._engine is not None
+        self._proposer = registry.load(self.info.name)(self._options)
+        self._proposer.start(self._engine)
+
+    def _load_tokenizer(self) -> object | None:
+        if self._vllm_config.model_config.skip_tokenizer_init:
+            return None
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        return cached_tokenizer_from_config(self._vllm_config.model_config)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What our methods do not work with, each refused with its own reason before weights load."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.sample.rejection_sampler import MAX_SPEC_LEN
+
+from vllm_spec_ext.errors import UnsupportedError
+
+MAX_DRAFT_TOKENS: int = MAX_SPEC_LEN
+
+CPU_WORKER = "vllm_spec_ext.engine.cpu_worker.SpecCPUWorker"
+GPU_WORKER = "vllm_spec_ext.engine.gpu_worker.SpecGPUWorker"
+
+
+def worker_class() -> str:
+    """Qualified name of our worker for this platform.
+
+    Raises:
+        UnsupportedError: Neither a CPU nor a CUDA-like platform.
+    """
+    if current_platform.is_cpu():
+        return CPU_WORKER
+    if current_platform.is_cuda_alike():
+        return GPU_WORKER
+    raise UnsupportedError(
+        f"vllm-spec-ext runs on vLLM's CPU and CUDA/ROCm platforms, not on "
+        f"{current_platform.device_name!r}; leave speculative_config out on this machine"
+    )
+
+
+def _reasons(args: Any, model: Any, parallel: Any) -> Iterator[str]:
+    """One line for each setting that cannot work (ENGINE.md P5, vLLM 0.32)."""
+    if model.runner_type != "generate":
+        yield f"runner type {model.runner_type!r}: nothing is generated; expected a generative model"
+    if model.is_encoder_decoder:
+        yield "an encoder-decoder model: vLLM's V1 drafting hooks see decoder-only batches"
+    if model.is_hybrid or not model.has_attention_layers:
+        yield (
+            "a hybrid or linear-attention model: its recurrent state cannot be rolled back to an "
+            "accepted prefix by these hooks"
+        )
+    if getattr(model, "is_diffusion", False):
+        yield "a diffusion language model: it does not decode left to right"
+    if parallel.pipeline_parallel_size > 1:
+        yield (
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: drafts are not known on "
+            "earlier stages; use tensor parallelism"
+        )
+    if parallel.decode_context_parallel_size > 1:
+        yield f"decode_context_parallel_size={parallel.decode_context_parallel_size}; set it to 1"
+    if parallel.prefill_context_parallel_size > 1:
+        yield f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}; set it to 1"
+    ours = (CPU_WORKER, GPU_WORKER)
+    if parallel.worker_cls != "auto" and parallel.worker_cls not in ours:
+        yield (
+            f"worker_cls={parallel.worker_cls!r}: this plugin needs its own worker class; "
+            "leave --worker-cls out"
+        )
+    if getattr(args, "async_scheduling", None):
+        yield (
+            "async_scheduling forced on: drafts are made from the tokens of the step before; "
+            "leave --async-scheduling out"
+        )
+    if getattr(args, "kv_transfer_config", None) is not None:
+        yield "a KV connector (--kv-transfer-config): not tested with these hooks; leave it out"
+    if getattr(parallel, "enable_dbo", False):
+        yield "dual-batch overlap (--enable-dbo): attention metadata is split; leave it out"
+    if getattr(args, "logits_processors", None):
+        yield "custom logits processors: vLLM does not run them with speculative decoding"
+
+
+def refuse_unsupported(args: Any, method: str, model: Any, parallel: Any) -> None:
+    """Refuse a configuration that cannot work.
+
+    Args:
+        args: ``EngineArgs``.
+        method: Our method, for the message.
+        model: Target ``ModelConfig``.
+        parallel: Target ``ParallelConfig``.
+
+    Raises:
+        UnsupportedError: With every reason found, not only the first.
+    """
+    reasons = list(_reasons(args, model, parallel))
+    if reasons:
+        raise UnsupportedError(f"{method} does not work with " + "; nor with ".join(reasons))

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-request options: from ``SamplingParams.extra_args`` / ``vllm_xargs`` to a checked object.
+
+Offline a client writes ``extra_args={"spec_ext": {"source_span": [3, 40]}}``. HTTP's
+``vllm_xargs`` takes no nested objects, so there each option is a key of its own,
+``{"spec_ext.source_span": [3, 40]}``, or ``"spec_ext"`` holds JSON text. Both forms work in both
+places. vLLM 0.32 has no hook for checking ``extra_args`` against the prompt, so once a
+configuration asks for our methods the front end's ``InputProcessor.process_inputs`` is wrapped.
+"""
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from vllm_spec_ext.config import RequestOptions, parse_options
+from vllm_spec_ext.errors import RequestOptionError, SpecExtError
+from vllm_spec_ext.proposers import registry
+
+KEY = "spec_ext"
+_PREFIX = KEY + "."
+_WRAPPED_BY = "_spec_ext_wrapped"
+
+
+def collect(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Our options among a request's extra arguments, in flat form.
+
+    Raises:
+        RequestOptionError: ``spec_ext`` is neither an object nor JSON text of one.
+    """
+    found: dict[str, Any] = {}
+    for name, value in (extra_args or {}).items():
+        if name.startswith(_PREFIX):
+            found[name.removeprefix(_PREFIX)] = value
+        elif name == KEY:
+            if isinstance(value, str):
+                try:
+                    value = json.loads(value)
+                except json.JSONDecodeError as error:
+                    raise RequestOptionError(KEY, f"not valid JSON: {error}") from error
+            if not isinstance(value, Mapping):
+                raise RequestOptionError(
+                    KEY, f"found {type(value).__name__}, expected an object of options"
+                )
+            found.update(value)
+    return found
+
+
+def parse_request(
+    schema: type[RequestOptions], extra_args: Mapping[str, Any] | None, method: str
+) -> RequestOptions:
+    """Validate a request's options.
+
+    Raises:
+        RequestOptionError: Naming the first wrong field.
+    """
+    given = collect(extra_args)
+    if not given:
+        return schema()
+    try:
+        return parse_options(schema, given, f"a request to {method}")
+    except SpecExtError as error:
+        wrong = _first_wrong_field(schema, given)
+        raise RequestOptionError(_PREFIX + wrong if wrong else KEY, str(error)) from error
+
+
+def _first_wrong_field(schema: type[RequestOptions], given: Mapping[str, Any]) -> str:
+    for name, value in given.items():
+        if name not in schema.model_fields:
+            return name
+        try:
+            parse_options(schema, {name: value}, "")
+        except SpecExtError:
+            return name
+    return ""
+
+
+def resolve(
+    method: str, extra_args: Mapping[str, Any] | None, prompt_token_ids: list[int], tokenizer: Any
+) -> dict[str, Any]:
+    """Extra arguments as the engine gets them: checked, and resolved against the prompt."""
+    proposer = registry.load(method)
+    options = parse_request(proposer.info.request_options, extra_args, method)
+    options = proposer.resolve_request(options, np.asarray(prompt_token_ids, np.int32), tokenizer)
+    others = {
+        name: value
+        for name, value in (extra_args or {}).items()
+        if name != KEY and not name.startswith(_PREFIX)
+    }
+    return {**others, KEY: options.model_dump(mode="json", exclude_defaults=True)}
+
+
+def install_request_validation() -> None:
+    """Wrap ``InputProcessor.process_inputs`` of this process, once."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_spec_ext.engine.spec_config import SpecExtConfig
+
+    original = InputProcessor.process_inputs
+    if getattr(original, _WRAPPED_BY, False):
+        return
+
+    @functools.wraps(original)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        params = request.sampling_params
+        if not isinstance(self.speculative_config, SpecExtConfig) or params is None:
+            return request
+        if not collect_names(params.extra_args):
+            return request
+        try:
+            # `params` is the request's own copy here; the caller's object stays as it was.
+            params.extra_args = resolve(
+                self.speculative_config.spec_ext.method,
+                params.extra_args,
+                request.prompt_token_ids or [],
+                self.tokenizer,
+            )
+        except RequestOptionError as error:
+            raise VLLMValidationError(str(error), parameter=error.parameter) from error
+        return request
+
+    setattr(process_inputs, _WRAPPED_BY, True)
+    InputProcessor.process_inputs = process_inputs
+
+
+def collect_names(extra_args: Mapping[str, Any] | None) -> list[str]:
+    """Keys of our options; empty for most requests, which then pay nothing."""
+    return [name for name in extra_args or () if name == KEY or name.startswith(_PREFIX)]

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the user's JSON to the configuration object that vLLM carries into every process.
+
+Inside vLLM our methods are its official ``custom_class`` (vLLM 0.32 config/speculative.py:1230),
+which makes it take the V1 runner, leave asynchronous scheduling off and build our drafter itself.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, SerializeAsAny, SkipValidation
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+
+from vllm_spec_ext import compat
+from vllm_spec_ext.config import MethodOptions, parse_options
+from vllm_spec_ext.engine.limits import MAX_DRAFT_TOKENS, refuse_unsupported, worker_class
+from vllm_spec_ext.engine.request_options import install_request_validation
+from vllm_spec_ext.errors import SpecExtError, UnknownNameError
+from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import ProposerInfo
+
+DRAFTER_CLASS = "vllm_spec_ext.engine.drafter.Drafter"
+
+# vLLM's own speculative options that mean the same for our methods.
+VLLM_OPTIONS = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size")
+
+
+class MethodSettings(BaseModel):
+    """The method that was asked for and its validated options."""
+
+    model_config = ConfigDict(frozen=True)
+
+    method: str
+    options: SerializeAsAny[MethodOptions]
+
+
+@config(repr=False)
+class SpecExtConfig(SpeculativeConfig):
+    """vLLM's speculative configuration with our method beside it; travels by pickle."""
+
+    spec_ext: SkipValidation[MethodSettings] = None  # type: ignore[assignment]
+    """Method and options of vllm-spec-ext."""
+
+    def __repr__(self) -> str:
+        return (
+            f"SpecExtConfig(method={self.spec_ext.method!r}, "
+            f"num_speculative_tokens={self.num_speculative_tokens}, "
+            f"options={self.spec_ext.options!r})"
+        )
+
+
+def parse_method(
+    given: Mapping[str, Any], method: str
+) -> tuple[ProposerInfo, MethodOptions, dict[str, Any]]:
+    """Split and validate the user's JSON.
+
+    Args:
+        given: Keys of ``--speculative-config``, hyphens or underscores, ``method`` included.
+        method: Name of one of our methods.
+
+    Returns:
+        The method's description, its options, and vLLM's own options as keyword arguments.
+
+    Raises:
+        SpecExtError: An unknown key, a wrong type or a value out of range.
+    """
+    found = registry.info(method)
+    values = {key.replace("-", "_"): value for key, value in given.items()}
+    values.pop("method", None)
+    vllm_options = {key: values.pop(key) for key in VLLM_OPTIONS if key in values}
+    for key in values:
+        if key not in found.options.model_fields:
+            valid = ["method", *VLLM_OPTIONS, *found.options.model_fields]
+            raise UnknownNameError(f"option of {method}", key, valid)
+    options = parse_options(found.options, values, method)
+    vllm_options["num_speculative_tokens"] = _num_draft_tokens(vllm_options, found)
+    return found, options, vllm_options
+
+
+def _num_draft_tokens(vllm_options: Mapping[str, Any], found: ProposerInfo) -> int:
+    value = vllm_options.get("num_speculative_tokens", found.num_speculative_tokens)
+    if value is None:
+        raise SpecExtError(
+            f"{found.name} has no default for num_speculative_tokens; "
+            f'add "num_speculative_tokens": N with 1 <= N <= {MAX_DRAFT_TOKENS}'
+        )
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SpecExtError(
+            f"num_speculative_tokens: found {value!r}, expected an integer "
+            f"from 1 to {MAX_DRAFT_TOKENS}"
+        )
+    if not 1 <= value <= MAX_DRAFT_TOKENS:
+        raise SpecExtError(
+            f"num_speculative_tokens: found {value}, expected 1 to {MAX_DRAFT_TOKENS} "
+            "(vLLM's rejection sampler verifies no more tokens a step); lower it"
+        )
+    return value
+
+
+def build_spec_config(
+    engine_args: Any, method: str, target_model_config: Any, target_parallel_config: Any
+) -> SpecExtConfig:
+    """What the wrapped ``EngineArgs.create_speculative_config`` returns for our methods.
+
+    Runs in the front end before any weight is loaded. Besides building the configuration it sets
+    ``parallel_config.worker_cls`` and makes the front end check per-request options.
+
+    Raises:
+        SpecExtError: Bad options, or settings that our methods do not work with.
+    """
+    compat.require()
+    given = dict(engine_args.speculative_config or {})
+    for flag, key in (
+        ("spec_method", "method"),
+        ("spec_model", "model"),
+        ("spec_tokens", "num_speculative_tokens"),
+    ):
+        value = getattr(engine_args, flag, None)
+        if value is None:
+            continue
+        if given.get(key, value) != value:
+            raise SpecExtError(
+                f"{key}: found {given[key]!r} in speculative_config and {value!r} in "
+                f"--{flag.replace('_', '-')}; give it once"
+            )
+        given[key] = value
+    # create_engine_config may run twice on the same arguments; vLLM's own step leaves these behind.
+    given = {key: value for key, value in given.items() if not key.startswith("target_")}
+    found, options, vllm_options = parse_method(given, method)
+    refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
+    result = SpecExtConfig(
+        method="custom_class",
+        model=DRAFTER_CLASS,
+        target_model_config=target_model_config,
+        target_parallel_config=target_parallel_config,
+        spec_ext=MethodSettings(method=found.name, options=options),
+        **vllm_options,
+    )
+    target_parallel_config.worker_cls = worker_class()
+    install_request_validation()
+    return result
