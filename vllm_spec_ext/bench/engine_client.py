@@ -86,13 +86,20 @@ class EngineClient:
         indices: Sequence[int],
         concurrency: int,
         on_answer: Callable[[int], None] = lambda index: None,
+        on_step: Callable[[list[str]], None] | None = None,
     ) -> EngineRun:
-        """One timed pass; see :meth:`vllm_spec_ext.bench.engine_process.EngineServer.run`."""
-        return self._ask("run", list(indices), concurrency, on_progress=on_answer)
+        """One timed pass over some of the questions.
 
-    def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Text that each token adds."""
-        return self._ask("pieces", list(token_ids))
+        Args:
+            indices: Which questions.
+            concurrency: Requests in flight.
+            on_answer: Called with the index of each complete answer.
+            on_step: Called with the text of each token of a step, as it comes; concurrency 1 only.
+        """
+        stream = on_step is not None
+        return self._ask(
+            "run", list(indices), concurrency, stream, on_progress=on_answer, on_step=on_step
+        )
 
     def pause(self) -> None:
         """Stop all processes of the engine; it then takes no CPU time at all."""
@@ -128,6 +135,7 @@ class EngineClient:
         command: str,
         *arguments: object,
         on_progress: Callable[[int], None] = lambda index: None,
+        on_step: Callable[[list[str]], None] | None = None,
     ) -> Any:
         self.resume()
         try:
@@ -140,7 +148,10 @@ class EngineClient:
                     raise EngineFailed(self._explain(str(value)))
                 if kind == "refused":
                     raise SpecExtError(str(value))
-                on_progress(value)
+                if kind == "step" and on_step is not None:
+                    on_step(value)
+                elif kind == "progress":
+                    on_progress(value)
         except (EOFError, OSError) as error:
             status = self.process.wait()
             raise EngineFailed(self._explain(f"its process ended with status {status}")) from error

@@ -2,8 +2,8 @@
 """The child process that owns one engine: ``python -m vllm_spec_ext.bench.engine_process FD``.
 
 It reads commands from a pipe and answers each with ``("ok", value)``, ``("refused", text)`` for
-bad input or ``("error", text)``, with ``("progress", index)`` in between. See
-:mod:`vllm_spec_ext.bench.engine_client` for the other end.
+bad input or ``("error", text)``, with ``("progress", index)`` and ``("step", texts)`` in between.
+See :mod:`vllm_spec_ext.bench.engine_client` for the other end.
 """
 
 import ctypes
@@ -53,12 +53,15 @@ class EngineServer:
         self._answer(range(min(warm_up, len(questions))), concurrency, report=False)
         return replace(engine.facts, prompt_lengths=lengths)
 
-    def run(self, indices: Sequence[int], concurrency: int) -> EngineRun:
-        """One timed pass over some of the questions, from a clean state."""
+    def run(self, indices: Sequence[int], concurrency: int, stream: bool) -> EngineRun:
+        """One timed pass over some of the questions, from a clean state.
+
+        With ``stream``, the text of each step is sent as it comes (for one request at a time).
+        """
         engine = self._started()
         engine.forget()
         before = engine.counters()
-        records, wall_s = self._answer(indices, concurrency, report=True)
+        records, wall_s = self._answer(indices, concurrency, report=True, stream=stream)
         return EngineRun(
             questions=tuple(records),
             wall_s=wall_s,
@@ -67,21 +70,25 @@ class EngineServer:
             rss_bytes=resident_bytes(os.getpgrp()),
         )
 
-    def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Text that each token adds."""
-        return self._started().pieces(token_ids)
+    def _answer(
+        self, indices: Sequence[int], concurrency: int, *, report: bool, stream: bool = False
+    ) -> Any:
+        engine = self._started()
 
-    def _answer(self, indices: Sequence[int], concurrency: int, *, report: bool) -> Any:
         def progress(index: int) -> None:
             if report:
                 self.pipe.send(("progress", index))
 
+        def step(tokens: Sequence[int], num_new: int) -> None:
+            self.pipe.send(("step", engine.pieces(tokens, num_new)))
+
         return run_questions(
-            self._started(),
+            engine,
             [(index, self.questions[index]) for index in indices],
             concurrency=concurrency,
             clock=time.perf_counter,
             on_answer=progress,
+            on_step=step if stream else None,
         )
 
     def _started(self) -> "VllmEngine":

@@ -62,6 +62,7 @@ def run_questions(
     concurrency: int,
     clock: Callable[[], float],
     on_answer: Callable[[int], None] = lambda index: None,
+    on_step: Callable[[Sequence[int], int], None] | None = None,
 ) -> tuple[list[QuestionRecord], float]:
     """Answer all questions with ``concurrency`` requests in flight.
 
@@ -75,6 +76,8 @@ def run_questions(
         concurrency: Requests in flight.
         clock: Monotonic clock, in seconds.
         on_answer: Called with the index of each question that is complete.
+        on_step: Called with the answer so far and the number of tokens that were new; its time
+            counts.
 
     Returns:
         Records in order of their index, and the wall time of the whole pass in seconds.
@@ -108,6 +111,8 @@ def run_questions(
                 item.steps.append(len(output.token_ids))
                 if item.first_token_s is None:
                     item.first_token_s = now - item.started_s
+                if on_step is not None:
+                    on_step(item.tokens, len(output.token_ids))
             if output.finished:
                 del active[output.request_id]
                 item.turns.append(_close_turn(item, now))

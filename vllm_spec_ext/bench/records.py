@@ -86,6 +86,18 @@ class EngineRun:
     rss_bytes: int  # resident memory of the engine's processes after the run
 
 
+def join_runs(parts: Sequence[EngineRun]) -> EngineRun:
+    """Passes over different questions as if they were one."""
+    times = [part.propose_us for part in parts if part.propose_us is not None]
+    return EngineRun(
+        questions=tuple(record for part in parts for record in part.questions),
+        wall_s=sum(part.wall_s for part in parts),
+        counters=sum((part.counters for part in parts), DraftCounters()),
+        propose_us=tuple(us for some in times for us in some) if times else None,
+        rss_bytes=max(part.rss_bytes for part in parts),
+    )
+
+
 @dataclass(frozen=True)
 class Run:
     """An :class:`EngineRun` with its place in the benchmark."""

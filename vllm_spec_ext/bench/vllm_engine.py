@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An ``LLM`` behind the benchmark's small engine interface; the only importer of vLLM here."""
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Message
 from vllm_spec_ext.bench.records import DraftCounters, EngineFacts
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers import registry
 
 COUNTERS = "vllm:spec_decode_num_"
+REPLACEMENT_CHARACTER = "\ufffd"  # what incomplete UTF-8 decodes to
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class VllmEngine:
             sampling: How answers are generated.
         """
         if method.ours:
-            _check_plugin(str(method.config and method.config["method"]))
+            _check_plugin(method.name)
         begin = time.perf_counter()
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -63,7 +66,7 @@ class VllmEngine:
         self.tokenizer = self.llm.get_tokenizer()
         self.facts = EngineFacts(
             dtype=str(config.model_config.dtype).removeprefix("torch."),
-            lossless=bool(getattr(config.speculative_config, "lossless", True)),
+            lossless=_is_lossless(method, config.speculative_config),
             device=current_platform.get_device_name() or current_platform.device_type,
             start_s=time.perf_counter() - begin,
         )
@@ -98,15 +101,16 @@ class VllmEngine:
         """Text of an answer, without special tokens."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Text that each token adds to the answer (a character of several tokens: the last)."""
-        texts, shown = [], 0
-        for end in range(1, len(token_ids) + 1):
-            text = self.decode(token_ids[:end])
-            text = text.rstrip("\ufffd") if end < len(token_ids) else text
-            texts.append(text[shown:])
-            shown = max(shown, len(text))
-        return texts
+    def pieces(self, token_ids: Sequence[int], num_new: int) -> list[str]:
+        """Text that each of the last ``num_new`` tokens adds to an answer.
+
+        A character made of several tokens is given to the last of them.
+        """
+        texts = [
+            self.decode(token_ids[:end]).rstrip(REPLACEMENT_CHARACTER)
+            for end in range(len(token_ids) - num_new, len(token_ids) + 1)
+        ]
+        return [text[len(before) :] for before, text in itertools.pairwise(texts)]
 
     def add(self, request_id: str, token_ids: Sequence[int], seed: int) -> None:
         """Queue a request."""
@@ -168,6 +172,16 @@ class VllmEngine:
             if name in str(error) or isinstance(error, (AttributeError, NotImplementedError)):
                 return None
             raise
+
+
+def _is_lossless(method: Method, speculative_config: object) -> bool:
+    """Whether the text must be plain decoding's; acceptance rules may relax what drafting keeps."""
+    stated = getattr(speculative_config, "lossless", None)
+    if isinstance(stated, bool):
+        return stated
+    if method.ours and method.config is not None:
+        return registry.info(str(method.config["method"])).lossless
+    return True
 
 
 def _check_plugin(method: str) -> None:

@@ -27,8 +27,8 @@ from vllm_spec_ext.bench.settings import (
 from vllm_spec_ext.errors import SpecExtError
 
 EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
 REPORT_WIDTH = 160
+SMOKE = {"limit": 2, "max_tokens": 16, "repeats": 1}
 
 
 def _help(name: str) -> str:
@@ -79,7 +79,10 @@ def bench(
     ] = None,
     by_category: Annotated[bool, typer.Option(help="Also show figures per category.")] = False,
     log_dir: Annotated[Path | None, typer.Option(help="Keep the engines' logs here.")] = None,
-    debug: Annotated[bool, typer.Option(help="Show tracebacks.")] = False,
+    smoke: Annotated[
+        bool,
+        typer.Option(help="Does everything work? Two prompts, few tokens; small model if none."),
+    ] = False,
 ) -> None:
     """Measure speculative methods against plain decoding, engine by engine, interleaved.
 
@@ -103,23 +106,23 @@ def bench(
         "max_model_len": max_model_len,
     }
     console = Console(stderr=True)
-    try:
-        names = _names(methods, method)
-        given["methods"] = names or None
-        given["batch_size"] = None if batch_size is None else parse_batch_sizes(batch_size)
-        given["engine_args"] = parse_engine_args(engine_arg) if engine_arg else None
-        settings = merge(read_file(config) if config else {}, given)
-        _check_writable([path for path in (json_file, markdown_file) if path is not None])
-        result = run(settings, console, log_dir)
-    except SpecExtError as error:
-        if debug:
-            raise
-        console.print(f"error: {error}", style="red", markup=False, highlight=False)
-        status = EXIT_FAILED if isinstance(error, EngineFailed) else EXIT_BAD_INPUT
-        raise typer.Exit(status) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    names = _names(methods, method)
+    given["methods"] = names or None
+    given["batch_size"] = None if batch_size is None else parse_batch_sizes(batch_size)
+    given["engine_args"] = parse_engine_args(engine_arg) if engine_arg else None
+    from_file = read_file(config) if config else {}
+    if smoke:
+        from_file = {**SMOKE, **from_file}
+        if model is None and "model" not in from_file:
+            given["model"] = demo_model()
+    settings = merge(from_file, given)
+    _check_writable([path for path in (json_file, markdown_file) if path is not None])
     facts = provenance.collect(sys.argv)
+    try:
+        result = run(settings, console, log_dir)
+    except EngineFailed as error:  # not the user's input; other errors are main's to print
+        console.print(f"vllm-spec: {error}", markup=False, highlight=False)
+        raise typer.Exit(EXIT_FAILED) from error
     show(result, facts, report_console(), by_category=by_category)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(result, facts), indent=1), encoding="utf-8")
@@ -148,6 +151,13 @@ def run(settings: BenchSettings, console: Console, log_dir: Path | None) -> Benc
     if log_dir is None and not result.failures:
         shutil.rmtree(logs, ignore_errors=True)  # kept after a failure: the message names them
     return result
+
+
+def demo_model() -> str:
+    """Folder of the small demo model, fetched if need be."""
+    from vllm_spec_ext.cli.demo_model import ensure_demo_model
+
+    return str(ensure_demo_model())
 
 
 def report_console() -> Console:
@@ -195,6 +205,10 @@ class ProgressEvents(Events):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bars away."""
         self.progress.stop()
 
     def engine_starting(self, name: str) -> None:
