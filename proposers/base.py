@@ -102,7 +102,9 @@ class EngineHandle:
     max_num_seqs: int
     num_speculative_tokens: int
     model: str  # name or folder of the target
-    load_tokenizer: Callable[[], object | None]  # Hugging Face tokenizer; None if the engine has none
+    load_tokenizer: Callable[
+        [], object | None
+    ]  # Hugging Face tokenizer; None if the engine has none
     target: "torch.nn.Module | None" = None
     device: "torch.device | None" = None
 
@@ -112,7 +114,10 @@ class Proposer(Protocol):
 
     Rules: at most ``RequestStep.room`` nodes; deterministic given inputs and seed; state only for
     requests that were seen in ``propose`` and not yet finished; on any doubt an empty draft.
-    The class is built with the method's validated options as its only argument.
+    The class is built with the method's validated options as its only argument. Its module must
+    import neither numba nor torch at the top: the front end and the command line load it for its
+    ``info``, and vLLM's CPU worker cannot start once numba is loaded (see
+    :mod:`vllm_spec_ext.proposers.occurrence_kernels`); import them in ``start``.
     """
 
     info: ClassVar["ProposerInfo"]
@@ -207,7 +212,9 @@ class BaseProposer:
         """No state to free."""
 
     @staticmethod
-    def resolve_request(options: RequestOptions, prompt: IntArray, tokenizer: Any) -> RequestOptions:
+    def resolve_request(
+        options: RequestOptions, prompt: IntArray, tokenizer: Any
+    ) -> RequestOptions:
         """Check a request's options against its prompt, in the front end.
 
         Called once a request, where a ``RequestOptionError`` still becomes the client's HTTP 400.

@@ -9,7 +9,14 @@ No vLLM or torch import: this module loads in milliseconds.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 
@@ -37,7 +44,7 @@ class RequestOptions(Options):
 
 
 class InputCopyOptions(MethodOptions):
-    """Options of ``input_copy`` (input-guided aggressive decoding, METHODS.md 2)."""
+    """Options of ``input_copy`` (input-guided aggressive decoding)."""
 
     source: Literal["auto", "last_user", "prompt"] = "auto"
     """Where copies come from when the request names no source: the last user message of a chat

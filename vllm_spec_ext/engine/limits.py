@@ -32,12 +32,12 @@ def worker_class() -> str:
 
 
 def _reasons(args: Any, model: Any, parallel: Any) -> Iterator[str]:
-    """One line for each setting that cannot work (ENGINE.md P5, vLLM 0.32)."""
+    """One line for each setting that cannot work (read in vLLM 0.32)."""
     if model.runner_type != "generate":
-        yield f"runner type {model.runner_type!r}: nothing is generated; expected a generative model"
+        yield f"runner type {model.runner_type!r}: it generates nothing; use a generative one"
     if model.is_encoder_decoder:
         yield "an encoder-decoder model: vLLM's V1 drafting hooks see decoder-only batches"
-    if model.is_hybrid or not model.has_attention_layers:
+    if model.is_hybrid or model.is_attention_free:
         yield (
             "a hybrid or linear-attention model: its recurrent state cannot be rolled back to an "
             "accepted prefix by these hooks"

@@ -35,17 +35,21 @@ def collect(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
         if name.startswith(_PREFIX):
             found[name.removeprefix(_PREFIX)] = value
         elif name == KEY:
-            if isinstance(value, str):
-                try:
-                    value = json.loads(value)
-                except json.JSONDecodeError as error:
-                    raise RequestOptionError(KEY, f"not valid JSON: {error}") from error
-            if not isinstance(value, Mapping):
-                raise RequestOptionError(
-                    KEY, f"found {type(value).__name__}, expected an object of options"
-                )
-            found.update(value)
+            found.update(_as_object(value))
     return found
+
+
+def _as_object(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise RequestOptionError(KEY, f"not valid JSON: {error}") from error
+    if not isinstance(value, Mapping):
+        raise RequestOptionError(
+            KEY, f"found {type(value).__name__}, expected an object of options"
+        )
+    return value
 
 
 def parse_request(
@@ -57,8 +61,6 @@ def parse_request(
         RequestOptionError: Naming the first wrong field.
     """
     given = collect(extra_args)
-    if not given:
-        return schema()
     try:
         return parse_options(schema, given, f"a request to {method}")
     except SpecExtError as error:
@@ -75,6 +77,11 @@ def _first_wrong_field(schema: type[RequestOptions], given: Mapping[str, Any]) -
         except SpecExtError:
             return name
     return ""
+
+
+def has_options(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether a request carries options of ours; most do not, and pay nothing."""
+    return any(name == KEY or name.startswith(_PREFIX) for name in extra_args or ())
 
 
 def resolve(
@@ -109,7 +116,7 @@ def install_request_validation() -> None:
         params = request.sampling_params
         if not isinstance(self.speculative_config, SpecExtConfig) or params is None:
             return request
-        if not collect_names(params.extra_args):
+        if not has_options(params.extra_args):
             return request
         try:
             # `params` is the request's own copy here; the caller's object stays as it was.
@@ -125,8 +132,3 @@ def install_request_validation() -> None:
 
     setattr(process_inputs, _WRAPPED_BY, True)
     InputProcessor.process_inputs = process_inputs
-
-
-def collect_names(extra_args: Mapping[str, Any] | None) -> list[str]:
-    """Keys of our options; empty for most requests, which then pay nothing."""
-    return [name for name in extra_args or () if name == KEY or name.startswith(_PREFIX)]
