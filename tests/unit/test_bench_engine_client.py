@@ -80,6 +80,15 @@ def test_a_paused_engine_is_stopped_and_wakes_for_a_command(tmp_path: Path) -> N
     assert _state(client.process.pid) == ""
 
 
+def test_a_process_at_work_is_ended_by_sigterm(tmp_path: Path) -> None:
+    client = EngineClient("x", tmp_path / "x.log")
+    with pytest.raises(SpecExtError):
+        client.run([0], 1)  # its handler is installed by now
+    client.busy = True  # as after Ctrl-C in the middle of a pass
+    client.close()
+    assert client.process.returncode == 128 + signal.SIGTERM
+
+
 @linux_only
 def test_a_stopped_process_and_its_children_end_with_a_killed_parent(tmp_path: Path) -> None:
     # The engine's process has a child here, as vLLM's has: none may stay behind, stopped for ever.
@@ -116,8 +125,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     )
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2
-    for pid in pids:
-        _wait_for(lambda pid=pid: _state(pid) in ("", "Z"))
+    _wait_for(lambda: all(_state(pid) in ("", "Z") for pid in pids))
 
 
 @pytest.mark.parametrize(

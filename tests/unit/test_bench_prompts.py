@@ -20,7 +20,7 @@ def _write(folder: Path, *rows: object) -> str:
 
 def _load(
     source: str, field: str = "prompt", template: str | None = None, limit: int | None = None
-):  # type: ignore[no-untyped-def]
+) -> list[prompts.Question]:
     return prompts.load(source, field=field, template=template, limit=limit)
 
 

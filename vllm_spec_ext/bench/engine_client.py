@@ -24,7 +24,7 @@ from vllm_spec_ext.bench.records import EngineFacts, EngineRun
 from vllm_spec_ext.errors import SpecExtError
 
 CHILD_MODULE = "vllm_spec_ext.bench.engine_process"
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 20.0
 MAX_MESSAGE = 500  # characters; vLLM's validation errors list everything it knows
 
 # What vLLM raises only to say that the reason stands further up in the log.
@@ -50,6 +50,7 @@ class EngineClient:
         self.name = name
         self.log = log
         self.paused = False
+        self.busy = False
         self.pipe, child = Pipe()
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes half the machine
@@ -115,8 +116,12 @@ class EngineClient:
     def close(self) -> None:
         """End all processes of the engine, politely first."""
         self.resume()
-        with contextlib.suppress(OSError):
-            self.pipe.send(("stop", ()))
+        if self.busy:  # it does not read commands now: Ctrl-C in the middle of a pass
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+        else:
+            with contextlib.suppress(OSError):
+                self.pipe.send(("stop", ()))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_TIMEOUT_S)
         # The group outlives its leader if an engine process hangs.
@@ -138,10 +143,12 @@ class EngineClient:
         on_step: Callable[[list[str]], None] | None = None,
     ) -> Any:
         self.resume()
+        self.busy = True  # stays so if we are interrupted
         try:
             self.pipe.send((command, arguments))
             while True:
                 kind, value = self.pipe.recv()
+                self.busy = kind in ("step", "progress")
                 if kind == "ok":
                     return value
                 if kind == "error":

@@ -70,6 +70,12 @@ class EngineServer:
             rss_bytes=resident_bytes(os.getpgrp()),
         )
 
+    def close(self) -> None:
+        """End the engine, if there is one."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
     def _answer(
         self, indices: Sequence[int], concurrency: int, *, report: bool, stream: bool = False
     ) -> Any:
@@ -112,8 +118,15 @@ def resident_bytes(process_group: int) -> int:
 
 
 def serve(pipe: "Connection[Any, Any]") -> None:
-    """Answer commands until the other end says ``stop`` or goes away."""
+    """Answer commands until the other end says ``stop`` or goes away, or until SIGTERM."""
     server = EngineServer(pipe)
+    try:
+        _answer_commands(server, pipe)
+    finally:
+        server.close()
+
+
+def _answer_commands(server: EngineServer, pipe: "Connection[Any, Any]") -> None:
     while True:
         try:
             command, arguments = pipe.recv()
@@ -143,8 +156,9 @@ def die_with_parent() -> None:
 def main() -> None:
     """Serve on the inherited file descriptor given as the only argument."""
     die_with_parent()
+    # As an exception, so that an engine at work is ended in order, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     serve(Connection(int(sys.argv[1])))
-    os._exit(0)  # vLLM's own processes end with us; its exit handlers take seconds
 
 
 if __name__ == "__main__":

@@ -71,6 +71,10 @@ class VllmEngine:
             start_s=time.perf_counter() - begin,
         )
 
+    def close(self) -> None:
+        """End vLLM's processes in order; killed ones leave shared memory behind in /dev/shm."""
+        self.llm.llm_engine.engine_core.shutdown()
+
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Prompt tokens of a conversation.
 
