@@ -90,7 +90,10 @@ def test_a_process_at_work_is_ended_by_sigterm(tmp_path: Path) -> None:
 
 
 @linux_only
-def test_a_stopped_process_and_its_children_end_with_a_killed_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [True, False])
+def test_an_engine_and_its_children_end_with_a_killed_benchmark(
+    tmp_path: Path, stopped: bool
+) -> None:
     # The engine's process has a child here, as vLLM's has: none may stay behind, stopped for ever.
     code = f"""
 import os, signal, sys, time
@@ -100,17 +103,19 @@ os.environ["PYTHONPATH"] = {str(tmp_path)!r} + os.pathsep + os.environ.get("PYTH
 engine_client.CHILD_MODULE = "child_with_child"
 client = engine_client.EngineClient("x", Path({str(tmp_path / "x.log")!r}))
 pids = client.pipe.recv()
-client.pause()
-time.sleep(0.2)
+if {stopped}:
+    client.pause()
+    time.sleep(0.2)
 print(*pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     (tmp_path / "child_with_child.py").write_text(
-        "import subprocess, sys, os, time\n"
+        "import signal, subprocess, sys, os, time\n"
         "from multiprocessing.connection import Connection\n"
-        "from vllm_spec_ext.bench.engine_process import die_with_parent\n"
-        "die_with_parent()\n"
+        "from vllm_spec_ext.bench.watchdog import watch\n"
+        "watch(int(sys.argv[2]))\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
+        "signal.signal(signal.SIGTERM, lambda n, f: (child.kill(), sys.exit()))\n"
         "Connection(int(sys.argv[1])).send((os.getpid(), child.pid))\n"
         "time.sleep(600)\n"
     )

@@ -52,20 +52,22 @@ class EngineClient:
         self.paused = False
         self.busy = False
         self.pipe, child = Pipe()
+        alive, self.alive = os.pipe()  # never written to: its end tells the watchdog of ours
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes half the machine
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", CHILD_MODULE, str(child.fileno())],
+                [sys.executable, "-m", CHILD_MODULE, str(child.fileno()), str(alive)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=env,
-                pass_fds=(child.fileno(),),
-                # A group of its own to stop as one, in our session: see die_with_parent.
+                pass_fds=(child.fileno(), alive),
+                # A group of its own, to stop as one.
                 process_group=0,
             )
         child.close()
+        os.close(alive)
 
     def start(
         self, model: str, method: Method, engine_args: Mapping[str, Any], sampling: Any
@@ -128,6 +130,7 @@ class EngineClient:
         self._signal(signal.SIGKILL)
         self.process.wait()
         self.pipe.close()
+        os.close(self.alive)
 
     def __enter__(self) -> Self:
         return self

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The child process that owns one engine: ``python -m vllm_spec_ext.bench.engine_process FD``.
+"""The child process that owns one engine: ``python -m vllm_spec_ext.bench.engine_process FD FD``.
 
 It reads commands from a pipe and answers each with ``("ok", value)``, ``("refused", text)`` for
 bad input or ``("error", text)``, with ``("progress", index)`` and ``("step", texts)`` in between.
 See :mod:`vllm_spec_ext.bench.engine_client` for the other end.
 """
 
-import ctypes
 import os
 import signal
 import sys
@@ -20,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 from vllm_spec_ext.bench.measure import run_questions
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.records import EngineFacts, EngineRun
+from vllm_spec_ext.bench.watchdog import watch
 from vllm_spec_ext.errors import SpecExtError
 
 if TYPE_CHECKING:
     from vllm_spec_ext.bench.vllm_engine import VllmEngine
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class EngineServer:
@@ -143,19 +141,9 @@ def _answer_commands(server: EngineServer, pipe: "Connection[Any, Any]") -> None
             pipe.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this process with its parent (Linux): it may be stopped then.
-
-    Its own children follow: they stay behind as an orphaned process group, and the kernel sends
-    such a group SIGHUP and SIGCONT if a member is stopped.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
-    """Serve on the inherited file descriptor given as the only argument."""
-    die_with_parent()
+    """Serve on the first of two inherited file descriptors; the second is the watchdog's."""
+    watch(int(sys.argv[2]))
     # As an exception, so that an engine at work is ended in order, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     serve(Connection(int(sys.argv[1])))
