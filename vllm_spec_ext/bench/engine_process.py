@@ -121,6 +121,7 @@ def serve(pipe: "Connection[Any, Any]") -> None:
     try:
         _answer_commands(server, pipe)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would break off the clean-up
         server.close()
 
 

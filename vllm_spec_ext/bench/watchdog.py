@@ -12,6 +12,7 @@ import select
 import signal
 import time
 
+GRACE_S = 5.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.1
 
@@ -45,13 +46,21 @@ def end_group(group: int) -> None:
     """End all processes of a group: the leader in order, then whatever is left.
 
     Args:
-        group: Process group whose leader ends its engine on SIGTERM.
+        group: Process group whose leader ends its engine when its pipe closes, or on SIGTERM.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGCONT)
-        os.kill(group, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)  # raises once the group is empty
-            time.sleep(POLL_S)
+        # An idle engine sees that nobody gives it commands any more; one at work needs a signal.
+        _wait_until_gone(group, GRACE_S)
+        with contextlib.suppress(ProcessLookupError):  # the leader may have left others behind
+            os.kill(group, signal.SIGTERM)
+        _wait_until_gone(group, STOP_TIMEOUT_S)
         os.killpg(group, signal.SIGKILL)
+
+
+def _wait_until_gone(group: int, timeout_s: float) -> None:
+    """Wait; raises ProcessLookupError once the group is empty."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        os.killpg(group, 0)
+        time.sleep(POLL_S)
