@@ -52,7 +52,7 @@ class EngineClient:
         self.paused = False
         self.busy = False
         self.pipe, child = Pipe()
-        alive, self.alive = os.pipe()  # never written to: its end tells the watchdog of ours
+        alive, self.alive = os.pipe()  # if it closes without a byte, we were killed
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes half the machine
         with log.open("wb") as output:
@@ -130,6 +130,8 @@ class EngineClient:
         self._signal(signal.SIGKILL)
         self.process.wait()
         self.pipe.close()
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.alive, b"x")  # nothing left to do for the watchdog
         os.close(self.alive)
 
     def __enter__(self) -> Self:

@@ -3,7 +3,8 @@
 
 vLLM's engine core does not notice that its parent was killed (seen with 0.32), and a stopped
 process notices nothing at all. So each engine process forks a watcher, outside its process group,
-that waits for the benchmark to close its end of a pipe; the kernel does that in any case.
+that waits for the benchmark to close its end of a pipe; the kernel does that in any case. A byte in
+the pipe tells it that the benchmark ends the engine itself.
 """
 
 import contextlib
@@ -35,9 +36,10 @@ def watch(benchmark_fd: int) -> None:
         os.closerange(0, benchmark_fd)
         os.closerange(benchmark_fd + 1, os.sysconf("SC_OPEN_MAX"))
         poll = select.poll()
-        poll.register(benchmark_fd, 0)  # hang-ups are always reported
-        poll.poll()
-        end_group(group)
+        poll.register(benchmark_fd, select.POLLIN)  # hang-ups are always reported
+        (_, events), *_ = poll.poll()
+        if not events & select.POLLIN:
+            end_group(group)
     finally:
         os._exit(0)
 
