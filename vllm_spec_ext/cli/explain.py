@@ -2,14 +2,14 @@
 """``vllm-spec explain METHOD``: options from the schema, and commands ready to paste."""
 
 import json
+import textwrap
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from vllm_spec_ext.cli.option_docs import option_docs
-from vllm_spec_ext.config import Options, RequestOptions
+from vllm_spec_ext.config import Options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import ProposerInfo
 
@@ -74,28 +74,20 @@ def _show(found: ProposerInfo) -> None:
     console.print(
         f"num_speculative_tokens: {'required' if default is None else f'default {default}'}\n"
     )
-    _print_options("Options (in the JSON of --speculative-config)", found.options)
-    _print_options("Per request", found.request_options)
+    _print_options(console, "Options (in the JSON of --speculative-config)", found.options)
+    _print_options(console, "Per request (extra_args / vllm_xargs)", found.request_options)
     _print_usage(console, found)
 
 
-def _print_options(title: str, schema: type[Options]) -> None:
+def _print_options(console: Console, title: str, schema: type[Options]) -> None:
     docs = option_docs(schema)
-    if not docs:
-        Console().print(f"{title}: none\n")
-        return
-    table = Table(title=title, title_justify="left", show_lines=True)
-    for heading in ("option", "type", "default", "meaning"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "option")
+    console.print(f"{title}:{'' if docs else ' none'}")
     for doc in docs:
-        # Cells are strings of ours with brackets in them, so no markup.
-        table.add_row(*(cell.replace("[", r"\[") for cell in _cells(doc.__dict__)))
-    Console().print(table)
-    Console().print()
-
-
-def _cells(doc: dict[str, str]) -> tuple[str, ...]:
-    return doc["name"], doc["type"], doc["default"], doc["text"]
+        default = doc.default if doc.default == "required" else f"default {doc.default}"
+        console.print(f"  {doc.name}: {doc.type}; {default}")
+        for line in textwrap.wrap(doc.text, max(40, min(console.width, 100) - 6)):
+            console.print(f"      {line}")
+    console.print()
 
 
 def _print_usage(console: Console, found: ProposerInfo) -> None:
@@ -112,20 +104,29 @@ def _print_usage(console: Console, found: ProposerInfo) -> None:
     console.print("    -H 'Content-Type: application/json' \\")
     console.print(f"    -d '{json.dumps(body)}'\n")
     console.print("Offline:")
-    for line in _snippet(config, found.request_options).splitlines():
+    for line in _snippet(config).splitlines():
         console.print(f"  {line}")
 
 
-def _snippet(config: dict[str, object], request_options: type[RequestOptions]) -> str:
-    assert "max_draft_tokens" in request_options.model_fields  # in the common base class
-    return (
-        "from vllm import LLM, SamplingParams\n"
-        "\n"
-        'if __name__ == "__main__":\n'
-        f"    llm = LLM({EXAMPLE_MODEL!r}, speculative_config={config!r})\n"
-        "    params = SamplingParams(\n"
-        '        temperature=0.0, max_tokens=64, extra_args={"spec_ext": {"max_draft_tokens": 4}}\n'
-        "    )\n"
-        '    messages = [{"role": "user", "content": "Hello"}]\n'
-        "    print(llm.chat(messages, params)[0].outputs[0].text)"
+def _snippet(config: dict[str, object]) -> str:
+    return f"""from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM(
+        {json.dumps(EXAMPLE_MODEL)},
+        speculative_config={_python_literal(config)},
     )
+    params = SamplingParams(
+        temperature=0.0, max_tokens=64, extra_args={{"spec_ext": {{"max_draft_tokens": 4}}}}
+    )
+    messages = [{{"role": "user", "content": "Hello"}}]
+    print(llm.chat(messages, params)[0].outputs[0].text)"""
+
+
+def _python_literal(config: dict[str, object]) -> str:
+    """With double quotes, as in the JSON beside it."""
+    return "{" + ", ".join(f'"{key}": {_value(value)}' for key, value in config.items()) + "}"
+
+
+def _value(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)

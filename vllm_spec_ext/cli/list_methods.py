@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-spec list``: every method and what it is good for."""
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
@@ -10,9 +12,9 @@ from vllm_spec_ext.proposers import registry
 
 def list_methods() -> None:
     """The speculative methods of this plugin and of packages that extend it."""
-    table = Table(title="Speculative methods", title_justify="left")
-    for heading in ("method", "lossless", "training", "drafts", "default k", "best for", "cost"):
-        table.add_column(heading, overflow="fold", no_wrap=heading in {"method", "lossless"})
+    table = Table(title="Speculative methods", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("method", "lossless", "training", "drafts", "k", "best for, and cost"):
+        table.add_column(heading, no_wrap=heading == "method")
     broken: list[str] = []
     for name in registry.names():
         try:
@@ -27,11 +29,10 @@ def list_methods() -> None:
             "needed" if found.needs_checkpoint else "none",
             "tree" if found.tree else "chain",
             "-" if found.num_speculative_tokens is None else str(found.num_speculative_tokens),
-            found.best_for or "-",
-            found.cost or "-",
+            Text("\n".join(filter(None, [found.best_for, found.cost])) or "-"),  # no markup
         )
     console = Console()
     console.print(table)
-    console.print("k = num_speculative_tokens. Options of one: vllm-spec explain METHOD")
+    console.print("k: default num_speculative_tokens. Options of one: vllm-spec explain METHOD")
     for line in broken:
         Console(stderr=True, soft_wrap=True).print(f"not available: {line}", markup=False)

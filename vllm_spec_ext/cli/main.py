@@ -20,7 +20,7 @@ from vllm_spec_ext import __version__
 from vllm_spec_ext.errors import SpecExtError
 
 # Usage errors of the command-line parser (typer brings its own or uses click's, by version).
-_UsageError = typer.BadParameter.__bases__[0]
+_UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,6 @@ app = typer.Typer(
     cls=_LazyGroup,
     add_completion=False,
     no_args_is_help=True,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
@@ -131,7 +130,7 @@ def _run(arguments: list[str], debug: bool) -> int:
     except typer.Exit as stop:
         return stop.exit_code
     except _UsageError as error:
-        error.show(file=sys.stderr)  # type: ignore[attr-defined]
+        error.show(file=sys.stderr)
         command = COMMANDS.get(next((word for word in arguments if word in COMMANDS), ""))
         if command and command.passes_on and "--" not in arguments:
             print("Options of vLLM itself go behind a lone --", file=sys.stderr)

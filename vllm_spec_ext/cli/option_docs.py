@@ -29,7 +29,7 @@ def option_docs(schema: type[Options]) -> list[OptionDoc]:
             name,
             describe_type(field, definitions),
             "required" if name in required else json.dumps(field.get("default")),
-            " ".join(field.get("description", "").split()),
+            " ".join(field.get("description", "").replace("``", "`").split()),
         )
         for name, field in described.get("properties", {}).items()
     ]

@@ -42,7 +42,7 @@ def serve(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
     vllm_arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGS]", help="Arguments for `vllm serve` itself, behind --."),
+        typer.Argument(metavar="-- ARGS", help="Arguments for `vllm serve` itself, behind --."),
     ] = None,
 ) -> None:
     """Start an OpenAI-compatible server that drafts with one of our methods."""

@@ -45,6 +45,16 @@ class SpecRunnerMixin:
                 self._request_options.pop(request_id, None)
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        """l.3437: a step without any draft is sampled plainly.
+
+        vLLM sends such steps through its rejection sampler too, which on CPU fails on an empty
+        batch of draft rows when a request asks for top-k (v1/sample/ops/topk_topp_sampler.py:529).
+        """
+        if spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0:
+            spec_decode_metadata = None
+        return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """l.4288: vLLM drops the drafts of *all* requests when one nears ``max_model_len``.
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on a tiny random model, in the test process, shared by all tests of the folder."""
+
+import os
+
+# Before vLLM is imported anywhere: engines in this process, a small cache, no downloads.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_model import build_tiny_model
+
+from vllm_spec_ext.proposers import registry
+
+EngineFactory = Callable[..., Any]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def _one_process_many_engines() -> Iterator[None]:
+    """Let several engines live in one process.
+
+    vLLM 0.32's CPU worker registers its kernels once per worker and trips over llvmlite when it
+    does so after numba was imported (triton_utils/dispatcher.py:139); once is enough.
+    """
+    from vllm.triton_utils import dispatcher
+
+    original, seen = dispatcher.register_kernels, []
+
+    def register_once(overrides: Any) -> None:
+        if not seen:
+            seen.append(True)
+            original(overrides)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(dispatcher, "register_kernels", register_once)
+    patch.setitem(registry.BUILTIN, "oracle", "drafters:Oracle")
+    patch.setitem(registry.BUILTIN, "noise", "drafters:Noise")
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def make_engine(tiny_model: Path, _one_process_many_engines: None) -> Iterator[EngineFactory]:
+    """Engines by their arguments; equal arguments share one engine."""
+    from vllm import LLM
+
+    engines: dict[str, Any] = {}
+
+    def make(**arguments: Any) -> Any:
+        key = repr(sorted(arguments.items()))
+        if key not in engines:
+            defaults = {
+                "model": str(tiny_model),
+                "dtype": "float32",
+                "enforce_eager": True,
+                "max_model_len": 160,
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 96,
+                "block_size": 32,
+                "enable_prefix_caching": True,
+                "disable_log_stats": False,
+                "seed": 0,
+            }
+            engines[key] = LLM(**{**defaults, **arguments})
+        return engines[key]
+
+    yield make
+    engines.clear()

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proposers for tests: one that knows the right continuation, one that never does."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_spec_ext.config import MethodOptions, RequestOptions
+from vllm_spec_ext.proposers.base import (
+    EMPTY_DRAFT,
+    BaseProposer,
+    Draft,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+    chain,
+    proposer,
+)
+
+
+class OracleRequest(RequestOptions):
+    """The request's true output, as plain decoding gave it."""
+
+    truth: list[int] = []
+
+
+class OracleOptions(MethodOptions):
+    """How the oracle hides what it knows."""
+
+    wrong: float = 0.2
+    """Probability that a drafted token is replaced by a wrong one."""
+
+    branches: int = 1
+    """Branches of the drafted tree; the right one is never the first if there are several."""
+
+
+@proposer(
+    "oracle",
+    summary="Test drafter that knows the answer.",
+    options=OracleOptions,
+    request_options=OracleRequest,
+    num_speculative_tokens=8,
+    tree=True,
+)
+class Oracle(BaseProposer):
+    """Drafts the request's true continuation, sometimes spoiled."""
+
+    options: OracleOptions
+
+    def __init__(self, options: MethodOptions) -> None:
+        super().__init__(options)
+        self.outcomes: list[StepOutcome] = []
+        self.known: set[str] = set()
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        self.outcomes += outcomes
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        self.known -= set(request_ids)
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        return [self._draft(request) for request in step.requests]
+
+    def _draft(self, request: RequestStep) -> Draft:
+        self.known.add(request.request_id)
+        options = request.options
+        assert isinstance(options, OracleRequest)
+        position = request.num_output_tokens
+        rng = random.Random(f"{len(request.token_ids)}-{int(request.token_ids[-1])}")
+        right = options.truth[position : position + rng.randint(1, 8)]
+        right = [t if rng.random() > self.options.wrong else (t + 1) % 500 for t in right]
+        right = right[: request.room]
+        if not right:
+            return EMPTY_DRAFT
+        if self.options.branches == 1:
+            return chain(right)
+        return _hide_in_tree(right, request.room, self.options.branches, rng)
+
+
+def _hide_in_tree(right: list[int], room: int, branches: int, rng: random.Random) -> Draft:
+    """A tree whose later branches hold the right tokens, forking at the root and below it."""
+    tokens: list[int] = []
+    parents: list[int] = []
+
+    def add(branch: Sequence[int], parent: int) -> int:
+        for token in branch:
+            tokens.append(token)
+            parents.append(parent)
+            parent = len(tokens) - 1
+        return parent
+
+    add([(right[0] + 2 + i) % 500 for i in range(rng.randint(1, 3))], -1)
+    for extra in range(branches - 2):
+        add([(right[0] + 7 + extra) % 500], -1)
+    fork = rng.randint(1, len(right))
+    last = add(right[:fork], -1)
+    if fork < len(right):
+        add([(right[fork] + 3) % 500], last)
+        add(right[fork:], last)
+    return Draft(np.array(tokens[:room], np.int32), np.array(parents[:room], np.int32))
+
+
+@proposer(
+    "noise",
+    summary="Test drafter that is always wrong.",
+    request_options=OracleRequest,
+    num_speculative_tokens=8,
+    tree=True,
+)
+class Noise(BaseProposer):
+    """Drafts tokens that are never the true ones."""
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        return [self._draft(request) for request in step.requests]
+
+    @staticmethod
+    def _draft(request: RequestStep) -> Draft:
+        options = request.options
+        assert isinstance(options, OracleRequest)
+        position = request.num_output_tokens
+        following = options.truth[position : position + request.room]
+        return chain([(token + 11) % 500 for token in following])

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run batches on an engine and compare what comes out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from scenarios import Scenario
+
+
+def sampling_params(given: dict[str, Any], extra: dict[str, Any] | None = None) -> Any:
+    """vLLM's SamplingParams, greedy unless said otherwise."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    values = {"temperature": 0.0, **given}
+    if "structured_outputs" in values:
+        values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+    return SamplingParams(**values, extra_args={"spec_ext": extra} if extra else None)
+
+
+def run(
+    engine: Any, scenario: Scenario, truths: Sequence[Sequence[int]] | None = None
+) -> list[Any]:
+    """Generate for all prompts of a scenario at once.
+
+    Args:
+        engine: An ``LLM``.
+        scenario: What to run.
+        truths: For test drafters: the true output of each prompt.
+    """
+    params = []
+    for i in range(len(scenario.prompts)):
+        given = scenario.params[i % len(scenario.params)]
+        extra = {"truth": list(truths[i])} if truths is not None else None
+        params.append(sampling_params(given, extra))
+    return engine.generate(scenario.prompts, params, use_tqdm=False)
+
+
+def tokens(outputs: Sequence[Any]) -> list[list[list[int]]]:
+    """Token ids of every completion of every prompt."""
+    return [[list(completion.token_ids) for completion in out.outputs] for out in outputs]
+
+
+def counters(engine: Any) -> dict[str, int]:
+    """vLLM's counters by name, vectors left out."""
+    return {m.name: m.value for m in engine.get_metrics() if isinstance(getattr(m, "value", None), int)}
+
+

