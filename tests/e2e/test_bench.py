@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark and the demo on the real small model, as a user calls them (minutes)."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from vllm_spec_ext.bench.engine_client import EngineClient
+from vllm_spec_ext.bench.methods import Method
+from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.vllm_engine import Sampling
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]
+
+needs_plugin = pytest.mark.skipif(
+    not any(entry.name == "spec_ext" for entry in entry_points(group="vllm.general_plugins")),
+    reason="needs this package installed, so that vLLM finds its entry point",
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    """The small model: ``VLLM_SPEC_TEST_MODEL``, or the demo's own."""
+    given = os.environ.get("VLLM_SPEC_TEST_MODEL")
+    if given:
+        return given
+    from vllm_spec_ext.cli.demo_model import ensure_demo_model
+
+    return str(ensure_demo_model())
+
+
+def _vllm_spec(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_spec_ext.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@needs_plugin
+def test_bench_compares_methods_and_finds_identical_answers(model: str, tmp_path: Path) -> None:
+    settings = {
+        "model": model,
+        "methods": {"plain": None, "input_copy": None, "broken": {"method": "no_such_method"}},
+        "limit": 2,
+        "max_tokens": 24,
+        "repeats": 2,
+        "batch_size": [1, 2],
+        "dtype": "float32",
+    }
+    config, result = tmp_path / "bench.json", tmp_path / "result.json"
+    config.write_text(json.dumps(settings))
+    done = _vllm_spec("bench", "--config", str(config), "--json", str(result))
+    assert done.returncode == 1, done.stderr  # the broken method
+    assert "FAILED broken:" in done.stdout
+    assert "\x1b[" not in done.stdout
+    data = json.loads(result.read_text())
+    assert list(data["failures"]) == ["broken"]
+    order = [(run["batch_size"], run["repeat"], run["method"]) for run in data["runs"]]
+    assert order == [
+        (size, repeat, name)
+        for size in (1, 2)
+        for repeat, names in enumerate((["plain", "input_copy"], ["input_copy", "plain"]))
+        for name in names
+    ]
+    rows = {(row["method"], row["batch_size"]): row for row in data["summaries"]}
+    for size in (1, 2):
+        plain, copy = rows["plain", size], rows["input_copy", size]
+        assert plain["tokens_per_step"] == 1.0
+        assert copy["tokens_per_step"] > 1.2
+        assert copy["num_identical"] == copy["num_compared"] == 4
+        assert copy["counters"]["num_drafts"] > 0
+        assert copy["propose_p50_us"] > 0
+
+
+@needs_plugin
+def test_demo_runs_without_a_terminal(model: str) -> None:
+    done = _vllm_spec("demo", "--model", model, "--num-prompts", "2", "--max-tokens", "24")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b[" not in done.stdout + done.stderr
+    assert "[2/2] correction:" in done.stdout
+    assert done.stdout.count("steps of the target") == 4
+    assert "speed-up" in done.stdout
+
+
+def test_an_idle_engine_takes_no_cpu_time_once_paused(model: str, tmp_path: Path) -> None:
+    import psutil
+
+    question = Question(1, "x", ({"role": "user", "content": "Count from one to ten."},))
+    args = {"max_model_len": 256, "max_num_seqs": 1}
+    with EngineClient("plain", tmp_path / "plain.log") as client:
+        client.start(model, Method("plain", None), args, Sampling(16))
+        client.prepare([question], 1, 1)
+        family = [psutil.Process(client.process.pid)]
+        family += family[0].children(recursive=True)
+
+        def cpu_s() -> float:
+            return sum(sum(process.cpu_times()[:2]) for process in family)
+
+        client.run([0], 1)
+        client.pause()
+        time.sleep(0.1)
+        before = cpu_s()
+        time.sleep(1.0)
+        assert cpu_s() - before < 0.02
+        first = client.run([0], 1).questions[0]
+        assert len(first.token_ids) == 16  # it woke up unharmed
+    gone = [not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in family]
+    assert all(gone)

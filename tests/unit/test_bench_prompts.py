@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt files: shapes, refusals with line numbers, and the bundled prompts."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from vllm_spec_ext.bench import prompts
+from vllm_spec_ext.errors import SpecExtError
+
+
+def _write(folder: Path, *rows: object) -> str:
+    path = folder / "prompts.jsonl"
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def _load(
+    source: str, field: str = "prompt", template: str | None = None, limit: int | None = None
+) -> list[prompts.Question]:
+    return prompts.load(source, field=field, template=template, limit=limit)
+
+
+def test_bundled_prompts_cover_six_categories_evenly() -> None:
+    questions = _load(prompts.BUNDLED)
+    counts = Counter(question.category for question in questions)
+    assert len(questions) == 24
+    assert set(counts.values()) == {4}
+    assert {"editing", "rewriting", "copy", "correction", "summarise", "code-edit"} == set(counts)
+    assert len({q.opening[0]["content"] for q in questions}) == 24
+
+
+def test_texts_turns_and_messages(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    source = _write(tmp_path, {"x": "a"}, "", {"x": ["a", "b"], "category": "c"}, {"x": messages})
+    one, two, three = _load(source, "x")
+    assert one == prompts.Question(1, "all", ({"role": "user", "content": "a"},))
+    assert (two.line, two.category, two.follow_ups) == (3, "c", ("b",))
+    assert three.opening == tuple(messages)
+
+
+def test_template_goes_around_texts_and_leaves_other_braces_alone(tmp_path: Path) -> None:
+    source = _write(tmp_path, {"prompt": "f{x}"})
+    (question,) = _load(source, template="{a} <{text}>")
+    assert question.opening[0]["content"] == "{a} <f{x}>"
+    with pytest.raises(SpecExtError, match="does not contain"):
+        _load(source, template="no place")
+
+
+def test_limit_spreads_over_the_file(tmp_path: Path) -> None:
+    source = _write(tmp_path, *({"prompt": str(i)} for i in range(10)))
+    assert [q.line for q in _load(source, limit=4)] == [1, 3, 6, 8]
+    assert len(_load(source, limit=99)) == 10
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("{", "line 2: not JSON"),
+        ([1], "line 2: found list, expected an object"),
+        ({"turns": ["a"]}, "line 2: no field 'prompt'; found 'turns'; choose one with --field"),
+        ({"prompt": 3}, "line 2: 'prompt' is 3; expected a text"),
+        ({"prompt": []}, r"line 2: 'prompt' is \[\]"),
+        ({"prompt": ["a", 1]}, "line 2: 'prompt' is"),
+        ({"prompt": "  "}, "line 2: 'prompt' is empty"),
+        ({"prompt": "a", "category": 1}, "line 2: 'category' is 1"),
+    ],
+)
+def test_wrong_shapes_name_the_line(tmp_path: Path, row: object, expected: str) -> None:
+    source = _write(tmp_path, {"prompt": "fine"}, row)
+    with pytest.raises(SpecExtError, match=expected):
+        _load(source)
+
+
+def test_missing_and_empty_files(tmp_path: Path) -> None:
+    with pytest.raises(SpecExtError, match="cannot read prompts"):
+        _load(str(tmp_path / "none.jsonl"))
+    with pytest.raises(SpecExtError, match="holds no prompts"):
+        _load(_write(tmp_path, ""))
+
+
+def test_template_is_not_for_messages(tmp_path: Path) -> None:
+    source = _write(tmp_path, {"prompt": [{"role": "user", "content": "u"}]})
+    with pytest.raises(SpecExtError, match="line 1: --template is for texts"):
+        _load(source, template="{text}")
+
+
+def test_the_digest_sees_what_is_sent(tmp_path: Path) -> None:
+    source = _write(tmp_path, {"prompt": "a"})
+    plain, around = _load(source), _load(source, template="x{text}")
+    assert prompts.digest(plain) == prompts.digest(_load(source))
+    assert prompts.digest(plain) != prompts.digest(around)

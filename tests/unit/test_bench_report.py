@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reader and a script get to see, from made-up runs."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from vllm_spec_ext.bench import provenance, report
+from vllm_spec_ext.bench.methods import Method
+from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.records import (
+    DraftCounters,
+    EngineFacts,
+    EngineRun,
+    QuestionRecord,
+    Run,
+    TurnRecord,
+)
+from vllm_spec_ext.bench.session import BenchResult, rotated
+from vllm_spec_ext.bench.settings import BenchSettings
+from vllm_spec_ext.cli import demo
+
+
+def _run(tokens: tuple[int, ...], steps: tuple[int, ...], wall_s: float) -> EngineRun:
+    turn = TurnRecord(5, tokens, steps, 0.1, wall_s)
+    counters = DraftCounters(1, 4, 2, (1, 1, 0, 0)) if max(steps) > 1 else DraftCounters()
+    return EngineRun((QuestionRecord(0, "copy", (turn,)),), wall_s, counters, None, 2**30)
+
+
+def _result(dtype: str = "float32", *, found: tuple[int, ...] = (1, 2, 3, 4)) -> BenchResult:
+    result = BenchResult(
+        BenchSettings(model="m", methods=["plain", "ngram"]),
+        [Method("plain", None), Method("ngram", {"method": "ngram"})],
+        [Question(17, "copy", ({"role": "user", "content": "x"},))],
+    )
+    for name in ("plain", "ngram"):
+        result.facts[name] = EngineFacts(dtype, True, "cpu", 1.0)
+    result.runs = [
+        Run("plain", 1, 0, _run((1, 2, 3, 4), (1, 1, 1, 1), 2.0)),
+        Run("ngram", 1, 0, _run(found, (1, len(found) - 1) if len(found) > 1 else (1,), 1.0)),
+    ]
+    return result
+
+
+def test_overview_row() -> None:
+    headings, rows = report.overview(_result())
+    assert headings == report.HEADINGS
+    assert rows[1] == [
+        "ngram",
+        "1",
+        "3.00",
+        "4.0 [4.0-4.0]",
+        "2.00x [2.00-2.00]",
+        "100",
+        "-",
+        "1/1",
+    ]
+
+
+def test_a_difference_in_float32_is_a_broken_promise_with_its_place() -> None:
+    result = _result(found=(1, 2, 9))
+    (broken,) = result.broken_promises()
+    assert broken.method == "ngram"
+    (line,) = report.verdict_lines(result)
+    assert line.startswith("NOT IDENTICAL ngram (batch 1): 1 of 1 answers differ")
+    assert "line 17" in line
+    assert "3 tokens, expected 4, first difference at token 2" in line
+
+
+def test_a_difference_in_bfloat16_is_a_note() -> None:
+    result = _result("bfloat16", found=(1, 2, 9))
+    assert result.broken_promises() == []
+    (line,) = report.verdict_lines(result)
+    assert line.startswith("note: ngram")
+    assert "bfloat16 rounds by batch shape" in line
+
+
+def test_a_method_that_changes_the_text_on_purpose_breaks_no_promise() -> None:
+    result = _result(found=(1, 2, 9))
+    result.facts["ngram"] = EngineFacts("float32", False, "cpu", 1.0)
+    assert result.broken_promises() == []
+    assert "not lossless" in report.verdict_lines(result)[0]
+
+
+def test_acceptance_line() -> None:
+    (line,) = report.acceptance_lines(_result().summaries())
+    assert line == (
+        "ngram (batch 1): 1 drafts of 4.0 tokens, 0.50 of them accepted; "
+        "per position 1.00 1.00 0.00 0.00"
+    )
+
+
+def test_json_holds_everything_and_no_nan() -> None:
+    result = _result(found=(1,))  # no decode step: tokens per step is undefined
+    result.failures["suffix"] = "no arctic_inference"
+    facts = provenance.collect(["vllm-spec", "bench", "--model", "a b"])
+    text = json.dumps(report.to_json(result, facts), allow_nan=False)
+    data = json.loads(text)
+    assert data["summaries"][1]["tokens_per_step"] is None
+    assert data["runs"][0]["result"]["questions"][0]["turns"][0]["token_ids"] == [1, 2, 3, 4]
+    assert data["failures"] == {"suffix": "no arctic_inference"}
+    assert data["identity_required"] == {"plain": False, "ngram": True}
+    assert data["provenance"]["command"] == "vllm-spec bench --model 'a b'"
+    assert len(data["provenance"]["prompts_sha256"]) == 64
+    assert {"cpu", "cores", "date", "versions", "git_sha"} <= data["provenance"].keys()
+
+
+def test_markdown_has_the_tables_and_escapes_bars() -> None:
+    result = _result()
+    result.methods[1] = Method("a|b", {"method": "ngram"})
+    result.runs[1] = Run("a|b", 1, 0, result.runs[1].result)
+    text = report.markdown(result, provenance.collect(["x"]))
+    assert "| method | batch | tokens/step |" in text
+    assert "| a\\|b | 1 | 3.00 |" in text
+
+
+def test_orders_rotate() -> None:
+    assert [rotated("ABC", repeat) for repeat in range(4)] == [
+        ["A", "B", "C"],
+        ["B", "C", "A"],
+        ["C", "A", "B"],
+        ["A", "B", "C"],
+    ]
+    assert rotated([], 1) == []
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_demo_colours_a_step_only_on_a_terminal(terminal: bool) -> None:
+    file = io.StringIO()
+    console = Console(
+        file=file, force_terminal=terminal, color_system="standard" if terminal else None
+    )
+    demo.print_legend(console)
+    console.print(demo.coloured(["The", " cat", " sat"], plain=False), end="")
+    if terminal:
+        assert "\x1b[32mThe cat\x1b[0m\x1b[33m sat\x1b[0m" in file.getvalue()
+        assert "legend" in file.getvalue()
+    else:
+        assert file.getvalue() == "The cat sat"
+
+
+def test_the_demo_takes_turns_through_the_categories() -> None:
+    questions = [Question(i, name, ()) for i, name in enumerate(["copy", "copy", "editing", "x"])]
+    assert [q.line for q in demo.pick(questions, 9)] == [2, 0, 1]

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures from runs, against values worked out by hand."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_spec_ext.bench import statistics
+from vllm_spec_ext.bench.records import (
+    DraftCounters,
+    EngineRun,
+    QuestionRecord,
+    Run,
+    TurnRecord,
+    join_runs,
+)
+
+
+def question(
+    index: int, steps: tuple[int, ...], wall_s: float, *, category: str = "a", first_token: int = 0
+) -> QuestionRecord:
+    tokens = tuple(range(first_token, first_token + sum(steps)))
+    return QuestionRecord(index, category, (TurnRecord(3, tokens, steps, wall_s / 4, wall_s),))
+
+
+def engine_run(
+    *questions: QuestionRecord,
+    wall_s: float = 10.0,
+    counters: DraftCounters | None = None,
+    propose_us: tuple[float, ...] | None = None,
+) -> EngineRun:
+    return EngineRun(questions, wall_s, counters or DraftCounters(), propose_us, 2**20)
+
+
+def test_tokens_per_step_is_a_micro_mean_with_and_without_the_prefill_step() -> None:
+    records = [question(0, (1, 3, 2), 1.0), question(1, (1, 1), 1.0)]
+    assert statistics.tokens_per_step(records, prefill=False) == pytest.approx(6 / 3)
+    assert statistics.tokens_per_step(records, prefill=True) == pytest.approx(8 / 5)
+    assert math.isnan(statistics.tokens_per_step([question(0, (1,), 1.0)], prefill=False))
+
+
+def test_speed_is_a_mean_over_questions_at_batch_one_and_a_total_otherwise() -> None:
+    run = engine_run(question(0, (1, 9), 1.0), question(1, (1, 9), 4.0), wall_s=4.0)
+    assert statistics.tokens_per_second(run, 1) == pytest.approx((10 / 1 + 10 / 4) / 2)
+    assert statistics.tokens_per_second(run, 2) == pytest.approx(20 / 4)
+    assert statistics.decode_tokens_per_second(run) == pytest.approx((9 / 0.75 + 9 / 3) / 2)
+    assert statistics.decode_tokens_per_second(engine_run(question(0, (1,), 1.0))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "first"),
+    [
+        ([1, 2], [1, 2], None),
+        ([1, 2], [1, 3], 1),
+        ([1, 2, 3], [1, 2], 2),
+        ([1], [1, 2], 1),
+        ([], [], None),
+        ([], [5], 0),
+    ],
+)
+def test_compare_sees_lengths_too(expected: list[int], found: list[int], first: int | None) -> None:
+    assert statistics.compare(expected, found) == first
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0.01, 1.0))
+def test_percentile_is_the_smallest_value_that_covers_the_share(
+    values: list[float], share: float
+) -> None:
+    found = statistics.percentile(values, share)
+    assert found in values
+    assert sum(value <= found for value in values) >= share * len(values) - 1e-9
+    smaller = [value for value in values if value < found]
+    assert len(smaller) < share * len(values) + 1e-9
+
+
+def test_counters_subtract_and_add() -> None:
+    early = DraftCounters(1, 5, 2, (1, 1, 0))
+    late = DraftCounters(3, 15, 6, (3, 2, 1))
+    assert late - early == DraftCounters(2, 10, 4, (2, 1, 1))
+    assert late - DraftCounters() == late
+    assert early + DraftCounters(1, 1, 1, (1,)) == DraftCounters(2, 6, 3, (2, 1, 0))
+
+
+def test_joined_runs() -> None:
+    one = engine_run(question(0, (1,), 1.0), propose_us=(1.0,), counters=DraftCounters(1, 2, 1))
+    two = engine_run(question(1, (1,), 1.0), propose_us=(2.0,), counters=DraftCounters(1, 2, 0))
+    both = join_runs([one, two])
+    assert [record.index for record in both.questions] == [0, 1]
+    assert (both.wall_s, both.propose_us) == (20.0, (1.0, 2.0))
+    assert both.counters == DraftCounters(2, 4, 1)
+    assert join_runs([engine_run(question(0, (1,), 1.0))]).propose_us is None
+
+
+def test_a_speed_up_compares_within_one_repeat() -> None:
+    runs = [
+        Run("plain", 1, 0, engine_run(question(0, (1, 1), 1.0))),
+        Run("fast", 1, 0, engine_run(question(0, (1, 1), 0.5))),
+        Run("plain", 1, 1, engine_run(question(0, (1, 1), 10.0))),  # a disturbed repeat
+        Run("fast", 1, 1, engine_run(question(0, (1, 1), 2.5))),
+    ]
+    plain, fast = statistics.summarise(runs, "plain")
+    assert plain.speed_up == statistics.Spread(1.0, 1.0, 1.0)
+    assert fast.speed_up is not None
+    assert (fast.speed_up.low, fast.speed_up.high) == (pytest.approx(2.0), pytest.approx(4.0))
+    assert fast.speed_up.median == pytest.approx(3.0)
+    assert fast.speed_up_by_category == {"a": pytest.approx(3.0)}
+
+
+def test_divergences_are_counted_against_plain_and_plain_against_itself() -> None:
+    same, other = question(0, (1, 2), 1.0), question(0, (1, 2), 1.0, first_token=7)
+    shorter = question(1, (1, 1), 1.0)
+    longer = question(1, (1, 2), 1.0)
+    runs = [
+        Run("plain", 1, 0, engine_run(same, longer)),
+        Run("plain", 1, 1, engine_run(other, longer)),
+        Run("fast", 1, 0, engine_run(same, shorter)),
+        Run("fast", 1, 1, engine_run(other, longer)),
+    ]
+    plain, fast = statistics.summarise(runs, "plain")
+    assert (plain.num_identical, plain.num_compared) == (3, 4)
+    assert (fast.num_identical, fast.num_compared) == (3, 4)
+    assert fast.divergences == [statistics.Divergence(0, 1, 3, 2, 2)]
+
+
+def test_acceptance_and_drafter_times() -> None:
+    counters = DraftCounters(4, 16, 6, (4, 2, 0, 0))
+    run = engine_run(question(0, (1, 2), 1.0), counters=counters, propose_us=(1.0, 3.0, 100.0))
+    (summary,) = statistics.summarise([Run("x", 8, 0, run)], None)
+    assert summary.acceptance_per_position == [1.0, 0.5, 0.0, 0.0]
+    assert summary.draft_length == 4.0
+    assert summary.acceptance_rate == pytest.approx(6 / 16)
+    assert (summary.propose_p50_us, summary.propose_p99_us) == (3.0, 100.0)
+    assert summary.speed_up is None
+    assert summary.num_compared == 0
+
+
+def test_categories_are_kept_apart() -> None:
+    run = engine_run(question(0, (1, 4), 1.0), question(1, (1, 1), 1.0, category="b"))
+    (summary,) = statistics.summarise([Run("x", 1, 0, run)], "x")
+    assert summary.tokens_per_step_by_category == {"a": 4.0, "b": 1.0}

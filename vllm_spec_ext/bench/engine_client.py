@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parent's handle on one engine process: commands, pausing, and a sure end.
+
+Idle engines are *stopped* (SIGSTOP to the process group) while another one is measured. vLLM's
+worker spins on shared memory for a second after its last step and polls afterwards
+(``shm_broadcast.SpinCondition``, vLLM 0.32), so that an idle engine would take a core from the
+one being measured just after the change-over.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, Self
+
+from vllm_spec_ext.bench.methods import Method
+from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.records import EngineFacts, EngineRun
+from vllm_spec_ext.errors import SpecExtError
+
+CHILD_MODULE = "vllm_spec_ext.bench.engine_process"
+STOP_TIMEOUT_S = 20.0
+MAX_MESSAGE = 500  # characters; vLLM's validation errors list everything it knows
+
+# What vLLM raises only to say that the reason stands further up in the log.
+_FOLLOW_UPS = ("Engine core initialization failed", "WorkerProc initialization failed", "See root")
+_ERROR_LINE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt)): (\S.*)")
+
+
+class EngineFailed(SpecExtError):
+    """An engine could not be started, or died; the message holds the reason from its log."""
+
+
+class EngineClient:
+    """One engine in its own process group."""
+
+    def __init__(self, name: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
+        """Start the process; the engine itself is started by :meth:`start`.
+
+        Args:
+            name: The method's name, for messages.
+            log: File for everything the engine prints.
+            environment: Variables beside the caller's own.
+        """
+        self.name = name
+        self.log = log
+        self.paused = False
+        self.busy = False
+        self.pipe, child = Pipe()
+        alive, self.alive = os.pipe()  # if it closes without a byte, we were killed
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes half the machine
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", CHILD_MODULE, str(child.fileno()), str(alive)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                pass_fds=(child.fileno(), alive),
+                # A group of its own, to stop as one.
+                process_group=0,
+            )
+        child.close()
+        os.close(alive)
+
+    def start(
+        self, model: str, method: Method, engine_args: Mapping[str, Any], sampling: Any
+    ) -> EngineFacts:
+        """Start the engine; raises :class:`EngineFailed` with the reason."""
+        try:
+            return self._ask("start", model, method, dict(engine_args), sampling)
+        except EngineFailed:
+            raise
+        except SpecExtError as error:  # settings that this method refuses: others may go on
+            raise EngineFailed(str(error)) from error
+
+    def prepare(self, questions: Sequence[Question], warm_up: int, concurrency: int) -> EngineFacts:
+        """Hand over the questions and warm up; SpecExtError if one does not fit the model."""
+        return self._ask("prepare", list(questions), warm_up, concurrency)
+
+    def run(
+        self,
+        indices: Sequence[int],
+        concurrency: int,
+        on_answer: Callable[[int], None] = lambda index: None,
+        on_step: Callable[[list[str]], None] | None = None,
+    ) -> EngineRun:
+        """One timed pass over some of the questions.
+
+        Args:
+            indices: Which questions.
+            concurrency: Requests in flight.
+            on_answer: Called with the index of each complete answer.
+            on_step: Called with the text of each token of a step, as it comes; concurrency 1 only.
+        """
+        stream = on_step is not None
+        return self._ask(
+            "run", list(indices), concurrency, stream, on_progress=on_answer, on_step=on_step
+        )
+
+    def pause(self) -> None:
+        """Stop all processes of the engine; it then takes no CPU time at all."""
+        self._signal(signal.SIGSTOP)
+        self.paused = True
+
+    def resume(self) -> None:
+        """Undo :meth:`pause`."""
+        if self.paused:
+            self._signal(signal.SIGCONT)
+            self.paused = False
+
+    def close(self) -> None:
+        """End all processes of the engine, politely first."""
+        self.resume()
+        if self.busy:  # it does not read commands now: Ctrl-C in the middle of a pass
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+        else:
+            with contextlib.suppress(OSError):
+                self.pipe.send(("stop", ()))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT_S)
+        # The group outlives its leader if an engine process hangs.
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        self.pipe.close()
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.alive, b"x")  # nothing left to do for the watchdog
+        os.close(self.alive)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _ask(
+        self,
+        command: str,
+        *arguments: object,
+        on_progress: Callable[[int], None] = lambda index: None,
+        on_step: Callable[[list[str]], None] | None = None,
+    ) -> Any:
+        self.resume()
+        self.busy = True  # stays so if we are interrupted
+        try:
+            self.pipe.send((command, arguments))
+            while True:
+                kind, value = self.pipe.recv()
+                self.busy = kind in ("step", "progress")
+                if kind == "ok":
+                    return value
+                if kind == "error":
+                    raise EngineFailed(self._explain(str(value)))
+                if kind == "refused":
+                    raise SpecExtError(str(value))
+                if kind == "step" and on_step is not None:
+                    on_step(value)
+                elif kind == "progress":
+                    on_progress(value)
+        except (EOFError, OSError) as error:
+            status = self.process.wait()
+            raise EngineFailed(self._explain(f"its process ended with status {status}")) from error
+
+    def _explain(self, text: str) -> str:
+        log = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+        return with_cause(text, root_cause(log))
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def with_cause(text: str, cause: str | None) -> str:
+    """An error and its cause on one line of bearable length."""
+    text = " ".join(text.split())
+    if cause:
+        # The log names an exception with its module, the reply without.
+        name, _, rest = cause.partition(": ")
+        if f"{name.rpartition('.')[2]}: {rest}" not in text:
+            text = f"{text} (cause: {cause})"
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+
+
+def root_cause(log: str) -> str | None:
+    """The first error of a log that is not a mere consequence; ``None`` if there is none.
+
+    vLLM prints the traceback of a failed process first and then those of the ones that waited
+    for it; each ends with ``NameOfError: text``.
+    """
+    for line in log.splitlines():
+        found = _ERROR_LINE.search(line)
+        if found and not any(text in line for text in _FOLLOW_UPS):
+            return f"{found[1]}: {found[2].strip()}"
+    return None

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child process that owns one engine: ``python -m vllm_spec_ext.bench.engine_process FD FD``.
+
+It reads commands from a pipe and answers each with ``("ok", value)``, ``("refused", text)`` for
+bad input or ``("error", text)``, with ``("progress", index)`` and ``("step", texts)`` in between.
+See :mod:`vllm_spec_ext.bench.engine_client` for the other end.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from vllm_spec_ext.bench.measure import run_questions
+from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.records import EngineFacts, EngineRun
+from vllm_spec_ext.bench.watchdog import watch
+from vllm_spec_ext.errors import SpecExtError
+
+if TYPE_CHECKING:
+    from vllm_spec_ext.bench.vllm_engine import VllmEngine
+
+
+class EngineServer:
+    """Carries out the commands."""
+
+    def __init__(self, pipe: "Connection[Any, Any]") -> None:
+        self.pipe = pipe
+        self.engine: VllmEngine | None = None
+        self.questions: Sequence[Question] = ()
+
+    def start(
+        self, model: str, method: Any, engine_args: dict[str, Any], sampling: Any
+    ) -> EngineFacts:
+        """Start the engine."""
+        from vllm_spec_ext.bench.vllm_engine import VllmEngine
+
+        self.engine = VllmEngine(model, method, engine_args, sampling)
+        return self.engine.facts
+
+    def prepare(self, questions: Sequence[Question], warm_up: int, concurrency: int) -> EngineFacts:
+        """Take the questions, check that they fit, and answer ``warm_up`` of them untimed."""
+        engine = self._started()
+        self.questions = questions
+        lengths = tuple(len(engine.encode(question.opening)) for question in questions)
+        self._answer(range(min(warm_up, len(questions))), concurrency, report=False)
+        return replace(engine.facts, prompt_lengths=lengths)
+
+    def run(self, indices: Sequence[int], concurrency: int, stream: bool) -> EngineRun:
+        """One timed pass over some of the questions, from a clean state.
+
+        With ``stream``, the text of each step is sent as it comes (for one request at a time).
+        """
+        engine = self._started()
+        engine.forget()
+        before = engine.counters()
+        records, wall_s = self._answer(indices, concurrency, report=True, stream=stream)
+        return EngineRun(
+            questions=tuple(records),
+            wall_s=wall_s,
+            counters=engine.counters() - before,
+            propose_us=engine.propose_us(),
+            rss_bytes=resident_bytes(os.getpgrp()),
+        )
+
+    def close(self) -> None:
+        """End the engine, if there is one."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    def _answer(
+        self, indices: Sequence[int], concurrency: int, *, report: bool, stream: bool = False
+    ) -> Any:
+        engine = self._started()
+
+        def progress(index: int) -> None:
+            if report:
+                self.pipe.send(("progress", index))
+
+        def step(tokens: Sequence[int], num_new: int) -> None:
+            self.pipe.send(("step", engine.pieces(tokens, num_new)))
+
+        return run_questions(
+            engine,
+            [(index, self.questions[index]) for index in indices],
+            concurrency=concurrency,
+            clock=time.perf_counter,
+            on_answer=progress,
+            on_step=step if stream else None,
+        )
+
+    def _started(self) -> "VllmEngine":
+        if self.engine is None:
+            raise SpecExtError("the engine was not started")
+        return self.engine
+
+
+def resident_bytes(process_group: int) -> int:
+    """Resident memory of a process group, in bytes (pages shared by several count once each)."""
+    import psutil
+
+    total = 0
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == process_group:
+                total += process.memory_info().rss
+        except (psutil.Error, ProcessLookupError, PermissionError):
+            continue  # ended meanwhile, or not ours
+    return total
+
+
+def serve(pipe: "Connection[Any, Any]") -> None:
+    """Answer commands until the other end says ``stop`` or goes away, or until SIGTERM."""
+    server = EngineServer(pipe)
+    try:
+        _answer_commands(server, pipe)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would break off the clean-up
+        server.close()
+
+
+def _answer_commands(server: EngineServer, pipe: "Connection[Any, Any]") -> None:
+    while True:
+        try:
+            command, arguments = pipe.recv()
+        except (EOFError, OSError):
+            return
+        if command == "stop":
+            return
+        try:
+            pipe.send(("ok", getattr(server, command)(*arguments)))
+        except SpecExtError as error:
+            pipe.send(("refused", str(error)))
+        except Exception as error:
+            traceback.print_exc()  # into the engine's log
+            pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+
+def main() -> None:
+    """Serve on the first of two inherited file descriptors; the second is the watchdog's."""
+    watch(int(sys.argv[2]))
+    # As an exception, so that an engine at work is ended in order, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    serve(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt files: one JSON object a line, read strictly."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from vllm_spec_ext.errors import SpecExtError
+
+BUNDLED = "bundled"
+PLACEHOLDER = "{text}"
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
+
+
+@dataclass(frozen=True)
+class Question:
+    """One conversation to answer."""
+
+    line: int  # 1-based line of the prompt file
+    category: str
+    opening: tuple[Message, ...]  # messages before the first answer
+    follow_ups: tuple[str, ...] = ()  # user messages of the later turns, sent after each answer
+
+
+def load(source: str, *, field: str, template: str | None, limit: int | None) -> list[Question]:
+    """Read questions.
+
+    Args:
+        source: Path of a JSON Lines file, or ``bundled`` for the prompts of this package.
+        field: Key that holds the prompt: a text, a list of texts (turns of one conversation, as
+            in Spec-Bench), or a list of chat messages.
+        template: Text with ``{text}`` into which each text is put; not for chat messages.
+        limit: Keep this many questions, spread evenly over the file; ``None`` keeps all.
+
+    Raises:
+        SpecExtError: The file is missing or empty, or a line has the wrong shape; names the line.
+    """
+    if template is not None and PLACEHOLDER not in template:
+        raise SpecExtError(f"template {template!r} does not contain {PLACEHOLDER}")
+    questions = []
+    for number, line in enumerate(_read(source).splitlines(), 1):
+        if line.strip():
+            questions.append(parse_line(line, f"{source}, line {number}", number, field, template))
+    if not questions:
+        raise SpecExtError(f"{source} holds no prompts; expected one JSON object a line")
+    if limit is not None and limit < len(questions):
+        questions = [questions[i * len(questions) // limit] for i in range(limit)]
+    return questions
+
+
+def parse_line(line: str, where: str, number: int, field: str, template: str | None) -> Question:
+    """One line of a prompt file; raises as :func:`load`."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise SpecExtError(f"{where}: not JSON: {error.msg} at character {error.pos}") from error
+    if not isinstance(row, dict):
+        raise SpecExtError(f"{where}: found {type(row).__name__}, expected an object")
+    if field not in row:
+        raise SpecExtError(
+            f"{where}: no field {field!r}; found {', '.join(map(repr, row)) or 'none'}; "
+            "choose one with --field"
+        )
+    category = row.get("category", "all")
+    if not isinstance(category, str):
+        raise SpecExtError(f"{where}: 'category' is {category!r}, expected a text")
+    value = row[field]
+    if isinstance(value, str):
+        texts = [value]
+    elif isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+        texts = value
+    elif isinstance(value, list) and value and all(map(_is_message, value)):
+        if template is not None:
+            raise SpecExtError(f"{where}: --template is for texts, {field!r} holds chat messages")
+        return Question(number, category, tuple(value))
+    else:
+        raise SpecExtError(
+            f"{where}: {field!r} is {_shortened(value)}; expected a text, a list of texts (turns), "
+            'or a list of messages {"role": ..., "content": ...}'
+        )
+    if not all(text.strip() for text in texts):
+        raise SpecExtError(f"{where}: {field!r} is empty")
+    if template is not None:
+        # Not str.format: prompts and templates may hold other braces (code).
+        texts = [template.replace(PLACEHOLDER, text) for text in texts]
+    return Question(number, category, ({"role": "user", "content": texts[0]},), tuple(texts[1:]))
+
+
+def digest(questions: Sequence[Question]) -> str:
+    """SHA-256 over the questions as they are sent, to tell whether two results are comparable."""
+    rows = [[q.category, list(q.opening), list(q.follow_ups)] for q in questions]
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+
+
+def _read(source: str) -> str:
+    if source == BUNDLED:
+        folder = files("vllm_spec_ext.cli") / "prompts"
+        return "\n".join(
+            entry.read_text(encoding="utf-8").rstrip("\n")
+            for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
+            if entry.name.endswith(".jsonl")
+        )
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecExtError(
+            f"cannot read prompts {source!r}: {error}; give a JSON Lines file or {BUNDLED!r}"
+        ) from error
+
+
+def _is_message(part: object) -> bool:
+    return isinstance(part, dict) and all(isinstance(part.get(k), str) for k in ("role", "content"))
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

