@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a proposer is: the records it receives, the draft it returns, and the decorator that names it.
+"""What a proposer is: the records it receives, the draft it returns, the decorator that names it.
 
 A proposer never sees the engine. The adapter (:mod:`vllm_spec_ext.engine.drafter`) builds a
 :class:`StepContext` after each target step and turns the returned drafts into scheduled tokens.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -152,7 +153,7 @@ class ProposerInfo:
     cost: str
 
 
-ProposerT = TypeVar("ProposerT", bound=type)
+ProposerT = TypeVar("ProposerT", bound="type[BaseProposer]")
 
 
 def proposer(
@@ -192,7 +193,7 @@ def proposer(
     return decorate
 
 
-class BaseProposer:
+class BaseProposer(ABC):
     """Convenience base: stores the options and does nothing in the optional calls."""
 
     info: ClassVar[ProposerInfo]
@@ -204,6 +205,10 @@ class BaseProposer:
 
     def start(self, engine: EngineHandle) -> None:
         """Nothing to load."""
+
+    @abstractmethod
+    def propose(self, step: StepContext) -> list[Draft]:
+        """One draft for each of ``step.requests``, in that order."""
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Nothing to learn."""

@@ -182,7 +182,7 @@ class InputCopy(BaseProposer):
     def _choose(self, match: Match, lost_at: int) -> int:
         """Position in the source to go on from, or NO_POSITION."""
         options = self.options
-        if match.count == 1 or options.match == "latest":
+        if match.num_places == 1 or options.match == "latest":
             return match.latest
         if options.match == "best":
             return match.following if match.following != NO_POSITION else match.latest

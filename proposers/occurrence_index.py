@@ -23,7 +23,7 @@ class Match(NamedTuple):
     """The longest suffix that occurred before, and where."""
 
     length: int  # tokens that agree, 0 = none
-    count: int  # occurrences of that length; counting may stop at 2 once the answer is settled
+    num_places: int  # occurrences of that length; counting may stop at 2 once the answer is settled
     latest: int  # index just behind the last occurrence
     following: int  # index just behind the first occurrence after the hint, or -1
 

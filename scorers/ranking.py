@@ -65,7 +65,7 @@ def _stands(row, token, limit, margin):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _all_stand(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (numba: positional)
+def _all_stand(  # type: ignore[no-untyped-def]
     logits, rows, tokens, limits, margins, out
 ):
     for i in range(tokens.shape[0]):

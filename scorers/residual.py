@@ -50,7 +50,7 @@ def _invert(weights, uniform):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _try_draws(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (numba: positional)
+def _try_draws(  # type: ignore[no-untyped-def]
     target, q, parents, tokens, draw_nodes, draws, node, kind, residual, law, tried
 ):
     """Try the draws below one node; all arrays are one request's.
@@ -98,7 +98,7 @@ def _try_draws(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (numba: positio
 
 
 @njit(nogil=True, cache=True)
-def verify(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (numba: positional)
+def verify(  # type: ignore[no-untyped-def]
     p, q, parents, tokens, starts, draw_nodes, draw_starts, draws, final, kind, width
 ):
     """Returns the walk's arrays and the first row that is no law: draw + 1, -1 - row of p, or 0."""

@@ -88,7 +88,7 @@ def _fill_depths(parents, starts, out):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _next_child(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (numba: positional)
+def _next_child(  # type: ignore[no-untyped-def]
     parents, tokens, tolerated, draft_logits, first, end, node, choice
 ):
     best = -1
@@ -106,7 +106,7 @@ def _next_child(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (numba: positi
 
 
 @njit(nogil=True, cache=True)
-def _walk(  # type: ignore[no-untyped-def]  # noqa: PLR0917 (numba: positional)
+def _walk(  # type: ignore[no-untyped-def]
     parents, tokens, starts, choices, tolerated, draft_logits
 ):
     depths = np.empty(parents.shape[0], np.int64)

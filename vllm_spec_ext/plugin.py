@@ -38,7 +38,7 @@ def register() -> None:
 
 def wrap_arguments(module: ModuleType) -> None:
     """Wrap ``EngineArgs.create_speculative_config`` of the given module, once."""
-    engine_args = getattr(module, "EngineArgs", None)
+    engine_args: Any = getattr(module, "EngineArgs", None)
     original = getattr(engine_args, "create_speculative_config", None)
     if original is None:
         logger.error(

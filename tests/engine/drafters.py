@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
+from pydantic import Field
 
 from vllm_spec_ext.config import MethodOptions, RequestOptions
 from vllm_spec_ext.proposers.base import (
@@ -22,7 +23,7 @@ from vllm_spec_ext.proposers.base import (
 class OracleRequest(RequestOptions):
     """The request's true output, as plain decoding gave it."""
 
-    truth: list[int] = []
+    truth: list[int] = Field(default_factory=list)
 
 
 class OracleOptions(MethodOptions):
