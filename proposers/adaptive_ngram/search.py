@@ -42,9 +42,9 @@ class Scratch(NamedTuple):
     row_probs: NDArray[np.float32]  # [MAX_ROW]
     token: NDArray[np.int32]  # [C]
     parent: NDArray[np.int32]  # [C]
-    prob: NDArray[np.float32]  # [C] of the path (mcts: of the node beside, see weight)
+    prob: NDArray[np.float32]  # [C] of the path
     depth: NDArray[np.int32]  # [C]
-    weight: NDArray[np.float32]  # [C] mcts: weight of the node among its siblings
+    weight: NDArray[np.float32]  # [C] mcts: of the node alone
     visits: NDArray[np.int32]  # [C]
     first_child: NDArray[np.int32]  # [C] -1 = not expanded
     num_children: NDArray[np.int32]  # [C]
@@ -372,6 +372,7 @@ def search_mcts(
         s.node_parents[count] = s.place[s.parent[node]]
         s.node_probs[count] = s.prob[node]
         s.node_source[count] = node
+        s.order[0, count] = count
         count += 1
     selected = count
     if search.greedy_extension:
@@ -395,7 +396,8 @@ def extend(
 ) -> int:
     """Add to each selected node its most probable next token; returns the number of nodes.
 
-    A new node's ``node_source`` is -1; one that repeats a selected child is not added.
+    One that is selected already is not added again. ``order[0]`` receives, for each selected node,
+    the node that ends its sequence.
     """
     count = selected
     for index in range(selected):
@@ -409,15 +411,17 @@ def extend(
             continue
         best = argmax_row(s.row_probs, n)
         path = s.node_probs[index] * s.row_probs[best]
-        known = path < search.min_confidence
+        known = -1
         for other in range(selected):
             if s.node_parents[other] == index and s.node_tokens[other] == s.row_tokens[best]:
-                known = True
-        if not known:
+                known = other
+        if known >= 0:
+            s.order[0, index] = known
+        elif path >= search.min_confidence:
+            s.order[0, index] = count
             s.node_tokens[count] = s.row_tokens[best]
             s.node_parents[count] = index
             s.node_probs[count] = path
-            s.node_source[count] = -1
             count += 1
     return count
 

@@ -73,16 +73,17 @@ def published_cut(
 ) -> int:
     """Drop the longest sequences while all hold over 64 tokens, as REST's and ADED's code does.
 
-    A sequence is the path to a selected node, with its extension where it has one; its size is its
-    number of distinct tokens, so shared prefixes count again and again (as published).
+    There is one sequence for each selected node, up to its extension; its size is its number of
+    distinct tokens, so shared prefixes count again and again (as published).
 
     Args:
         tokens: [>= count] int32, changed in place.
         parents: [>= count] int32, changed in place.
         probs: [>= count] float32, changed in place.
-        selected: The first nodes, which define the sequences; the rest are their extensions.
+        selected: Number of sequences.
         count: Number of nodes.
-        work: [4, >= count] int32, overwritten.
+        work: [4, >= count] int32, the first row holds the last node of each sequence; the others
+            are overwritten.
 
     Returns:
         Number of nodes left; parents still come before children.
@@ -90,12 +91,6 @@ def published_cut(
     end, size, keep, place = work[0], work[1], work[2], work[3]
     total = 0
     for index in range(selected):
-        end[index] = index
-        # The greedy next token may already be a selected node; that longer path is the sequence
-        # in the published code as well, and as another sequence has it, nothing changes here.
-        for extension in range(selected, count):
-            if parents[extension] == index:
-                end[index] = extension
         distinct = 0
         node = end[index]
         while node >= 0:
@@ -110,7 +105,7 @@ def published_cut(
             node = parents[node]
         size[index] = distinct
         total += distinct
-    while total > 64:
+    while total > PUBLISHED_LIMIT:
         longest = 0
         for index in range(selected):
             if size[index] >= size[longest]:
