@@ -102,7 +102,9 @@ class EngineHandle:
     max_num_seqs: int
     num_speculative_tokens: int
     model: str  # name or folder of the target
-    load_tokenizer: Callable[[], object | None]  # Hugging Face tokenizer; None if the engine has none
+    load_tokenizer: Callable[
+        [], object | None
+    ]  # Hugging Face tokenizer; None if the engine has none
     target: "torch.nn.Module | None" = None
     device: "torch.device | None" = None
 

@@ -52,7 +52,9 @@ def load(name: str) -> type[BaseProposer]:
     try:
         cls = entry.load()
     except Exception as error:
-        raise SpecExtError(f"proposer {name!r} ({entry.value}) cannot be imported: {error}") from error
+        raise SpecExtError(
+            f"proposer {name!r} ({entry.value}) cannot be imported: {error}"
+        ) from error
     found = getattr(cls, "info", None)
     if not isinstance(found, ProposerInfo) or found.name != name:
         raise SpecExtError(

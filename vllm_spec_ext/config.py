@@ -9,7 +9,14 @@ No vLLM or torch import: this module loads in milliseconds.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 
@@ -134,7 +141,7 @@ class AdaptiveNgramOptions(MethodOptions):
     """Draft branches; ``false`` drafts the single greedy path."""
 
     max_depth: int | None = Field(default=None, ge=1, le=64)
-    """Longest path in tokens; by default 8 for a tree and no limit for a chain."""
+    """Longest path in tokens; by default 12 for a tree and no limit for a chain."""
 
     iterations: int = Field(default=150, ge=1, le=2000)
     """Iterations of ``mcts``."""
@@ -146,7 +153,7 @@ class AdaptiveNgramOptions(MethodOptions):
     greedy_extension: bool = False
     """Append to every sequence of ``mcts`` its most probable next token."""
 
-    min_confidence: float = Field(default=0.06, ge=0.0, lt=1.0)
+    min_confidence: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Nodes whose path has a lower estimated probability are not drafted; a step in which no node
     reaches it is not speculated on at all. Must be 0 where ``normalise`` is off."""
 
@@ -154,7 +161,7 @@ class AdaptiveNgramOptions(MethodOptions):
     """Successors of the last token alone: for the probability that the two-token context leaves
     open (``mix``), only where that context is unknown (``empty``), or never (``off``)."""
 
-    backoff_weight: float = Field(default=0.6, gt=0.0, le=1.0)
+    backoff_weight: float = Field(default=0.8, gt=0.0, le=1.0)
     """Trust in backed-off probabilities."""
 
     learn_prompt: bool = True
@@ -204,7 +211,9 @@ class AdaptiveNgramOptions(MethodOptions):
         for name in ("request_buckets", "shared_buckets"):
             value = getattr(self, name)
             if value & (value - 1):
-                raise ValueError(f"{name}={value} is no power of two; try {1 << value.bit_length()}")
+                raise ValueError(
+                    f"{name}={value} is no power of two; try {1 << value.bit_length()}"
+                )
         if self.overlay == "none" and self.corpus is None:
             raise ValueError("overlay='none' without a corpus knows nothing; give one of the two")
         if self.overlay_file is not None and self.overlay not in ("shared", "both"):
@@ -217,7 +226,9 @@ class AdaptiveNgramOptions(MethodOptions):
         if (self.max_sequences or self.greedy_extension) and (
             self.search != "mcts" or not self.tree
         ):
-            raise ValueError("max_sequences and greedy_extension belong to search='mcts' with a tree")
+            raise ValueError(
+                "max_sequences and greedy_extension belong to search='mcts' with a tree"
+            )
         return self
 
 

@@ -103,7 +103,9 @@ def check_draft(draft: Draft, room: int, vocab_size: int) -> None:
     if parents is not None:
         before = np.arange(len(tokens))
         if len(parents) != len(tokens) or (parents < -1).any() or (parents >= before).any():
-            raise SpecExtError("proposer drafted a tree whose parents do not precede their children")
+            raise SpecExtError(
+                "proposer drafted a tree whose parents do not precede their children"
+            )
 
 
 def node_depths(draft: Draft) -> IntArray:

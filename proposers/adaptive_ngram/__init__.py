@@ -36,7 +36,7 @@ from vllm_spec_ext.proposers.base import (
     proposer,
 )
 
-DEFAULT_TREE_DEPTH = 8
+DEFAULT_TREE_DEPTH = 12
 
 
 @dataclass

@@ -220,7 +220,9 @@ def build_store(
         writer.append("uni_tok", best)
         writer.append("uni_prob", quantise(counter.unigrams[best] / counter.num_tokens))
         final = out / FILE_NAME
-        _assemble(writer, work / FILE_NAME, tokenizer, tokenizer_name, counter, num_documents, settings)
+        _assemble(
+            writer, work / FILE_NAME, tokenizer, tokenizer_name, counter, num_documents, settings
+        )
         os.replace(work / FILE_NAME, final)
         _sync_folder(out)
     finally:

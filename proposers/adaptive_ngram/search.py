@@ -167,9 +167,7 @@ def search_chain(
     count = 0
     path = 1.0
     while count < min(budget, search.max_depth):
-        n = successors(
-            base, request, slot, shared, lookup, w1, w2, s.row_tokens, s.row_probs
-        )
+        n = successors(base, request, slot, shared, lookup, w1, w2, s.row_tokens, s.row_probs)
         if n == 0:
             break
         best = argmax_row(s.row_probs, n)
@@ -208,9 +206,7 @@ def search_best_first(
     last = w2
     while True:
         if depth < search.max_depth:
-            n = successors(
-                base, request, slot, shared, lookup, w1, w2, s.row_tokens, s.row_probs
-            )
+            n = successors(base, request, slot, shared, lookup, w1, w2, s.row_tokens, s.row_probs)
             for place in range(n):
                 prob = path * s.row_probs[place]
                 if prob >= search.min_confidence and prob > 0.0 and candidates < len(s.token):
@@ -337,9 +333,7 @@ def search_mcts(
 ) -> int:
     """The most visited nodes of an MCTS tree; returns their number."""
     max_depth = search.max_depth - (1 if search.greedy_extension else 0)
-    nodes = grow_tree(
-        w1, w2, max_depth, base, request, slot, shared, lookup, search.iterations, s
-    )
+    nodes = grow_tree(w1, w2, max_depth, base, request, slot, shared, lookup, search.iterations, s)
     # Counting sort by visits; nodes of equal visits keep their order of creation. A parent has
     # been visited at least as often as its child and was created before it, so it comes first.
     highest = 0
@@ -468,17 +462,13 @@ def search_batch(
             continue
         slot = slots[index]
         if search.mode == 0:
-            count = search_chain(
-                w1, w2, budget, base, request, slot, shared, lookup, search, s
-            )
+            count = search_chain(w1, w2, budget, base, request, slot, shared, lookup, search, s)
         elif search.mode == 1:
             count = search_best_first(
                 w1, w2, budget, base, request, slot, shared, lookup, search, s
             )
         else:
-            count = search_mcts(
-                w1, w2, budget, base, request, slot, shared, lookup, search, s
-            )
+            count = search_mcts(w1, w2, budget, base, request, slot, shared, lookup, search, s)
         depth_first(
             s.node_tokens,
             s.node_parents,

@@ -174,7 +174,11 @@ class NgramStore:
             raise self._damaged("the index does not fit the vocabulary or the rows")
         if len(arrays.off) != rows + 1 or len(arrays.tok) != entries != len(arrays.prob):
             raise self._damaged("the numbers of rows and entries do not agree")
-        if arrays.top[0] != 0 or arrays.top[-1] != rows or (np.diff(arrays.top.view("i4")) < 0).any():
+        if (
+            arrays.top[0] != 0
+            or arrays.top[-1] != rows
+            or (np.diff(arrays.top.view("i4")) < 0).any()
+        ):
             raise self._damaged("its index is not monotone")
         if arrays.off[0] != 0 or arrays.off[-1] != entries:
             raise self._damaged("its rows do not span the entries")

@@ -115,7 +115,9 @@ def make_points(method: str, grid: Sequence[Mapping[str, Any]]) -> list[Point]:
     """
     info = registry.info(method)
     if registry.load(method).needs.hidden_states or info.needs_checkpoint:
-        raise UnsupportedError(f"{method} drafts with a model, so it cannot be replayed without one")
+        raise UnsupportedError(
+            f"{method} drafts with a model, so it cannot be replayed without one"
+        )
     points = []
     for values in grid:
         given = dict(values)
