@@ -52,7 +52,7 @@ class BuildSettings:
 
 
 def encode(tokenizer: object, texts: Sequence[str]) -> list[NDArray[np.uint64]]:
-    """Token ids of texts without special tokens, by the fast tokenizer's threads if there is one."""
+    """Token ids of texts without special tokens, by the fast tokenizer's threads if it has any."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "encode_batch_fast"):
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)

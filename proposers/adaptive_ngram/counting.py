@@ -2,7 +2,7 @@
 """Trigram counts of a corpus that need not fit in memory: sorted runs on disk, then one merge.
 
 A trigram is one 64-bit key, w1 << 42 | w2 << 21 | w3; a bigram has the sentinel (the vocabulary's
-size) as w1, and so comes after all trigrams. Keys are collected in a buffer of bounded size, sorted,
+size) as w1, so it comes after all trigrams. Keys are collected in a buffer of bounded size, sorted,
 counted and written as a run; runs are merged block by block with numpy.
 """
 

@@ -182,7 +182,7 @@ class Learner:
         self._add(pool, 0, np.zeros(3, np.int32), 0, 1.0)
 
     def occupancy(self) -> tuple[int, int]:
-        """Rows in use and rows evicted, over the overlays of running requests and the shared one."""
+        """Rows used and rows evicted, over the overlays of running requests and the shared one."""
         slots = [state.slot for state in self.states.values() if state.slot >= 0]
         used = sum(self.requests.rows_used(slot) for slot in slots)
         evicted = sum(int(self.requests.arrays.evictions[slot]) for slot in slots)

@@ -150,6 +150,25 @@ def context_row(
 
 
 @kernel
+def unigrams(
+    base: BaseArrays,
+    settings: Lookup,
+    weight: float,
+    tokens: NDArray[np.int32],
+    probs: NDArray[np.float32],
+) -> int:
+    """Fill in the corpus's most frequent tokens, the last resort; returns their number."""
+    count = 0
+    for place in range(min(len(base.uni_tok), MAX_BASE)):
+        token = np.int64(base.uni_tok[place])
+        if token < settings.vocab_size:
+            tokens[count] = token
+            probs[count] = PROB_TABLE[base.uni_prob[place]] * weight
+            count += 1
+    return count
+
+
+@kernel
 def successors(
     base: BaseArrays,
     request: OverlayArrays,
@@ -177,29 +196,34 @@ def successors(
     Returns:
         Number of successors.
     """
-    count = 0
-    rest = 1.0
-    if 0 <= w1 < settings.vocab_size:
-        count = context_row(base, request, slot, shared, settings, w1, w2, tokens, probs, 0)
-        total = probs[:count].sum()
-        rest = 1.0 - total
+    count = 0  # successors of the two-token context
+    end = 0
+    weight = 1.0
+    total = 0.0
+    # One call site for both contexts: LLVM copies the look-up into each, and compiling takes long.
+    for level in range(2):
+        first = w1 if level == 0 else settings.vocab_size
+        if first < 0 or (level == 0 and first >= settings.vocab_size):
+            continue
+        end = context_row(base, request, slot, shared, settings, first, w2, tokens, probs, count)
+        total = 0.0
+        for place in range(count, end):
+            total += probs[place]
+        if level == 1:
+            break
+        count = end
         if total > 1.0 and settings.normalise:
-            probs[:count] /= total
-    if settings.backoff == 0 or (settings.backoff == 1 and count > 0) or rest <= 0.02:
+            for place in range(count):
+                probs[place] /= total
+        rest = 1.0 - total
+        if settings.backoff == 0 or (settings.backoff == 1 and count > 0) or rest <= 0.02:
+            return count
+        weight = rest
+    if settings.backoff == 0:
         return count
-    weight = rest * settings.backoff_weight
-    end = context_row(
-        base, request, slot, shared, settings, settings.vocab_size, w2, tokens, probs, count
-    )
-    total = probs[count:end].sum()
+    weight *= settings.backoff_weight
     if end == 0:
-        for place in range(min(len(base.uni_tok), MAX_BASE)):
-            token = np.int64(base.uni_tok[place])
-            if token < settings.vocab_size:
-                tokens[end] = token
-                probs[end] = PROB_TABLE[base.uni_prob[place]] * weight * settings.backoff_weight
-                end += 1
-        return end
+        return unigrams(base, settings, weight * settings.backoff_weight, tokens, probs)
     if total > 1.0:
         weight /= total
     merged = count

@@ -163,7 +163,7 @@ def search_chain(
     search: Search,
     s: Scratch,
 ) -> int:
-    """The greedy path, up to where its probability falls under the threshold; returns its length."""
+    """The greedy path, to where its probability falls under the threshold; returns its length."""
     count = 0
     path = 1.0
     while count < min(budget, search.max_depth):

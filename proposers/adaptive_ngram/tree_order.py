@@ -63,6 +63,23 @@ def depth_first(
 
 
 @kernel
+def num_distinct(tokens: NDArray[np.int32], parents: NDArray[np.int32], node: int) -> int:
+    """Number of distinct tokens on the path to a node."""
+    distinct = 0
+    while node >= 0:
+        repeated = False
+        up = parents[node]
+        while up >= 0:
+            if tokens[up] == tokens[node]:
+                repeated = True
+            up = parents[up]
+        if not repeated:
+            distinct += 1
+        node = parents[node]
+    return distinct
+
+
+@kernel
 def published_cut(
     tokens: NDArray[np.int32],
     parents: NDArray[np.int32],
@@ -91,18 +108,7 @@ def published_cut(
     end, size, keep, place = work[0], work[1], work[2], work[3]
     total = 0
     for index in range(selected):
-        distinct = 0
-        node = end[index]
-        while node >= 0:
-            repeated = False
-            up = parents[node]
-            while up >= 0:
-                if tokens[up] == tokens[node]:
-                    repeated = True
-                up = parents[up]
-            if not repeated:
-                distinct += 1
-            node = parents[node]
+        distinct = num_distinct(tokens, parents, end[index])
         size[index] = distinct
         total += distinct
     while total > PUBLISHED_LIMIT:

@@ -117,7 +117,6 @@ def test_room_bounds_more_than_the_reserved_budget() -> None:
     [{}, {"tree": False}, {"search": "mcts"}, {"preset": "aded_reference"}, {"overlay": "both"}],
 )
 def test_deterministic(options: dict[str, object]) -> None:
-    rng = np.random.default_rng(0)
     batches = []
     for length in range(20, 60, 3):
         texts = [np.random.default_rng(i).integers(0, 9, 80).tolist()[:length] for i in range(3)]
@@ -128,7 +127,6 @@ def test_deterministic(options: dict[str, object]) -> None:
         assert same(drafts, second.propose(step))
         for draft in drafts:
             check_draft(draft, 8, V)
-    assert rng is not None
 
 
 def test_neighbours_do_not_matter_to_request_overlays() -> None:
@@ -140,7 +138,7 @@ def test_neighbours_do_not_matter_to_request_overlays() -> None:
         assert same(one, together.propose(StepContext(others))[1:])
 
 
-def test_memory_is_flat(budget_steps: int = 10_000) -> None:
+def test_memory_is_flat() -> None:
     proposer = started(overlay="both")
     rng = np.random.default_rng(0)
     stream = rng.integers(0, V, 400).astype(np.int32)
@@ -156,7 +154,7 @@ def test_memory_is_flat(budget_steps: int = 10_000) -> None:
 
     run(2_000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run(budget_steps)
+    run(10_000)
     growth_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     # The published code leaks over 40 kB a step: 400 MB here.
     assert growth_kb < 4_000
@@ -218,7 +216,7 @@ def test_accepted_length_follows_the_tree() -> None:
         assert accepted_length(tree, recorded) == expected
     assert accepted_length(chain([5, 6, 7]), (5, 6, 1)) == 2
     with pytest.raises(SpecExtError, match="precede"):
-        check_draft(Draft(ids, parents[::-1].copy()), 8, V)
+        check_draft(Draft(ids, np.array([-1, 1, 0, 0, 0], np.int32)), 8, V)
     with pytest.raises(SpecExtError, match="at most 4"):
         check_draft(tree, 4, V)
     with pytest.raises(SpecExtError, match="vocabulary"):

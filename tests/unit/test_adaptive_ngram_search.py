@@ -212,8 +212,6 @@ def test_published_cut_drops_the_longest_sequences() -> None:
     probs = np.linspace(1, 0.1, 91).astype(np.float32)
     # Only the leaves are sequences here.
     order = [*range(2, 90, 3), 90]
-    place = {old: new for new, old in enumerate(itertools.chain(range(91)))}
-    assert place[90] == 90
     work = np.zeros((4, 128), np.int32)
     work[0, : len(order)] = order
     left = published_cut(tokens, parents, probs, len(order), 91, work)
@@ -271,7 +269,8 @@ def test_store_and_overlays_together_equal_brute_force(tmp_path: Path) -> None:
     )
     model.lookup = model.lookup._replace(request_weight=0.0, shared_weight=0.0, backoff=0)
     for w1, w2 in itertools.product(range(V), repeat=2):
-        assert model.row(w1, w2) == pytest.approx(dict(store.row(w1, w2)), rel=1e-4)
+        # Quantised probabilities may sum to a little over 1, and are scaled back then.
+        assert model.row(w1, w2) == pytest.approx(dict(store.row(w1, w2)), rel=0.03)
     # A token that was never seen at all: the corpus's most frequent ones.
     blank = Model(9, base=store.arrays, request_weight=0.0, shared_weight=0.0)
     assert sum(blank.row(-1, 0).values()) <= 1.0001

@@ -171,7 +171,7 @@ def test_documents(tmp_path: Path) -> None:
     jsonl.write_text("\n".join(map(json.dumps, rows)))
     assert [text for text, _ in read_documents(jsonl, "text")] == ["a", "b", "c"]
     assert sum(size for _, size in read_documents(jsonl, "text")) == jsonl.stat().st_size
-    with pytest.raises(SpecExtError, match="line 1.*--field"):
+    with pytest.raises(SpecExtError, match=r"line 1.*--field"):
         list(read_documents(jsonl, "body"))
     text = tmp_path / "x.txt"
     text.write_text("line\n" * 50_000)
