@@ -119,7 +119,7 @@ def node_depths(draft: Draft) -> IntArray:
     return depths
 
 
-def accepted_length(draft: Draft, recorded: Sequence[int]) -> int:
+def accepted_length(draft: Draft, recorded: Sequence[int] | IntArray) -> int:
     """Number of draft tokens on the path that equals the recording.
 
     Args:

@@ -35,7 +35,7 @@ def read_documents(path: Path, field: str) -> Iterator[tuple[str, int]]:
         plain = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         done = 0
         try:
-            for document in reader(io.TextIOWrapper(plain, encoding="utf-8"), path, field):  # type: ignore[type-var]
+            for document in reader(io.TextIOWrapper(plain, encoding="utf-8"), path, field):
                 position = raw.tell()
                 yield document, position - done
                 done = position

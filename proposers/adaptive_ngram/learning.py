@@ -194,4 +194,4 @@ class Learner:
 
 def _crc(tokens: IntArray, start: int = 0) -> int:
     """CRC of token ids, continued from ``start``."""
-    return crc32(np.ascontiguousarray(tokens, np.int32), start)
+    return crc32(np.ascontiguousarray(tokens, np.int32).data, start)

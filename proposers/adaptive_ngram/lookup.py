@@ -36,8 +36,8 @@ class Lookup(NamedTuple):
 @kernel
 def find_base_row(base: BaseArrays, w1: int, w2: int) -> int:
     """Row of a context in the store, or -1: index of w1, then binary search of w2."""
-    low = np.int64(base.top[w1])
-    high = min(np.int64(base.top[w1 + 1]), np.int64(len(base.w2)))
+    low = int(base.top[w1])
+    high = min(int(base.top[w1 + 1]), len(base.w2))
     end = high
     while low < high:
         middle = (low + high) >> 1

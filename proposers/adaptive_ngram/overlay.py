@@ -49,7 +49,7 @@ def make_key(generation: int, w1: int, w2: int) -> np.uint64:
 def bucket_start(key: np.uint64, num_rows: int) -> int:
     """First row of a key's bucket (Fibonacci hashing; num_rows is a power of two)."""
     mixed = (key ^ (key >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
-    return np.int64((mixed >> np.uint64(33)) & np.uint64(num_rows // 4 - 1)) * 4
+    return int((mixed >> np.uint64(33)) & np.uint64(num_rows // 4 - 1)) * 4
 
 
 @kernel

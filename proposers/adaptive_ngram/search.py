@@ -455,8 +455,8 @@ def search_batch(
     """
     for index in range(len(contexts)):
         out_counts[index] = 0
-        w1 = np.int64(contexts[index, 0])
-        w2 = np.int64(contexts[index, 1])
+        w1 = int(contexts[index, 0])
+        w2 = int(contexts[index, 1])
         budget = min(rooms[index], out_tokens.shape[1])
         if budget <= 0 or w2 < 0 or w2 >= lookup.vocab_size:
             continue

@@ -4,6 +4,7 @@
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,7 +117,7 @@ def test_room_bounds_more_than_the_reserved_budget() -> None:
     "options",
     [{}, {"tree": False}, {"search": "mcts"}, {"preset": "aded_reference"}, {"overlay": "both"}],
 )
-def test_deterministic(options: dict[str, object]) -> None:
+def test_deterministic(options: dict[str, Any]) -> None:
     batches = []
     for length in range(20, 60, 3):
         texts = [np.random.default_rng(i).integers(0, 9, 80).tolist()[:length] for i in range(3)]

@@ -223,10 +223,10 @@ def test_published_cut_drops_the_longest_sequences() -> None:
 def test_depth_first_order_by_hand() -> None:
     tokens = np.array([10, 20, 11, 12, 21], np.int32)
     parents = np.array([-1, -1, 0, 0, 1], np.int32)
-    out = [np.zeros(5, np.int32), np.zeros(5, np.int32)]
+    out = (np.zeros(5, np.int32), np.zeros(5, np.int32))
     probs = np.linspace(1, 0.2, 5).astype(np.float32)
     out_probs = np.zeros(5, np.float32)
-    depth_first(tokens, parents, probs, 5, np.zeros((4, 8), np.int32), *out, out_probs)
+    depth_first(tokens, parents, probs, 5, np.zeros((4, 8), np.int32), out[0], out[1], out_probs)
     assert out[0].tolist() == [10, 11, 12, 20, 21]
     assert out[1].tolist() == [-1, 0, 0, -1, 3]
     assert out_probs.tolist() == probs[[0, 2, 3, 1, 4]].tolist()
