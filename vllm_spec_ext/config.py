@@ -190,7 +190,7 @@ class AdaptiveNgramOptions(MethodOptions):
     shared_buckets: int = Field(default=1 << 14, ge=16, le=1 << 20)
     """Buckets of four rows in the shared overlay, a power of two; 320 bytes a bucket."""
 
-    request_weight: float = Field(default=1.0, gt=0.0, le=100.0)
+    request_weight: float = Field(default=2.0, gt=0.0, le=100.0)
     """Weight of the request's overlay beside the corpus, whose rows sum to at most 1."""
 
     shared_weight: float = Field(default=0.5, gt=0.0, le=100.0)

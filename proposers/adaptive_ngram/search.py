@@ -45,6 +45,7 @@ class Scratch(NamedTuple):
     prob: NDArray[np.float32]  # [C] of the path
     depth: NDArray[np.int32]  # [C]
     weight: NDArray[np.float32]  # [C] mcts: of the node alone
+    score: NDArray[np.float32]  # [C] mcts: weight / (1 + visits), kept up to date
     visits: NDArray[np.int32]  # [C]
     first_child: NDArray[np.int32]  # [C] -1 = not expanded
     num_children: NDArray[np.int32]  # [C]
@@ -71,6 +72,7 @@ def make_scratch(max_nodes: int) -> Scratch:
         prob=np.zeros(capacity, np.float32),
         depth=np.zeros(capacity, np.int32),
         weight=np.zeros(capacity, np.float32),
+        score=np.zeros(capacity, np.float32),
         visits=np.zeros(capacity, np.int32),
         first_child=np.zeros(capacity, np.int32),
         num_children=np.zeros(capacity, np.int32),
@@ -261,6 +263,7 @@ def expand(
         s.token[child] = s.row_tokens[place]
         s.parent[child] = node
         s.weight[child] = s.row_probs[place]
+        s.score[child] = s.row_probs[place]
         s.prob[child] = s.prob[node] * s.row_probs[place]
         s.depth[child] = s.depth[node] + 1
         s.visits[child] = 0
@@ -302,9 +305,8 @@ def grow_tree(
                 best = first
                 value = np.float32(-1.0)
                 for child in range(first, first + s.num_children[node]):
-                    score = s.weight[child] / np.float32(1 + s.visits[child])
-                    if score > value:
-                        value = score
+                    if s.score[child] > value:
+                        value = s.score[child]
                         best = child
             node = best
         if s.first_child[node] < 0 and s.depth[node] < max_depth:
@@ -314,6 +316,7 @@ def grow_tree(
             )
         while node >= 0:
             s.visits[node] += 1
+            s.score[node] = s.weight[node] / np.float32(1 + s.visits[node])
             node = s.parent[node]
     return count
 
