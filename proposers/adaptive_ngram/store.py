@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base store: trigram counts of a corpus, read-only and memory-mapped.
 
-After ADED (Dynamic Depth Decoding's retrieval rival, "trigram matrix"): the most frequent
+After ADED's trigram matrix: the most frequent
 successors of each pair of tokens. One file, in this order: a header of 4096 bytes (magic, version,
 byte order, header CRC, JSON), then the sections of :data:`SECTIONS`, each aligned to 64 bytes.
 Rows are sorted by (w1, w2): ``top[w1]:top[w1 + 1]`` is the range of rows of w1, ``w2`` is sorted
