@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base store: rows counted by hand, round trip, refusal of everything that is not intact."""
+
+import itertools
+import json
+import time
+from collections import Counter as PyCounter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.fingerprint import fingerprint, tokenizer_fingerprint
+from vllm_spec_ext.proposers.adaptive_ngram.build import BuildSettings, build_store
+from vllm_spec_ext.proposers.adaptive_ngram.counting import Counter
+from vllm_spec_ext.proposers.adaptive_ngram.documents import read_documents
+from vllm_spec_ext.proposers.adaptive_ngram.store import (
+    FILE_NAME,
+    HEADER_BYTES,
+    PROB_TABLE,
+    NgramStore,
+    quantise,
+)
+
+
+class WordTokenizer:
+    """Words ``w0``, ``w1``, … are ids 0, 1, …; anything else is the last id."""
+
+    def __init__(self, size: int = 40, salt: str = "") -> None:
+        self.size, self.salt = size, salt
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"{self.salt}w{i}": i for i in range(self.size)}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        vocab = self.get_vocab()
+        return [vocab.get(self.salt + word, self.size - 1) for word in text.split()]
+
+
+def text_of(ids: list[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def build(out: Path, documents: list[list[int]], **settings: int) -> NgramStore:
+    items = [(text_of(ids), 1) for ids in documents]
+    return build_store(items, WordTokenizer(), out, BuildSettings(**settings))
+
+
+def near(row: list[tuple[int, float]], expected: dict[int, float]) -> None:
+    assert [token for token, _ in row] == list(expected)
+    for token, prob in row:
+        assert prob == pytest.approx(expected[token], rel=0.025)
+
+
+def test_rows_counted_by_hand(tmp_path: Path) -> None:
+    # 1 2 -> 3 twice, -> 4 once; nothing spans the two documents; 3 1 occurs once: dropped.
+    store = build(tmp_path, [[1, 2, 3, 1, 2, 4], [1, 2, 3]])
+    near(store.row(1, 2), {3: 2 / 3, 4: 1 / 3})
+    assert store.row(2, 3) == []  # seen once as a context
+    assert store.row(4, 1) == []
+    sentinel = store.header.vocab_size
+    near(store.row(sentinel, 2), {3: 2 / 3, 4: 1 / 3})
+    near(store.row(sentinel, 1), {2: 1.0})
+    assert store.arrays.uni_tok[:3].tolist() == [1, 2, 3]
+    assert store.header.num_tokens == 9
+    assert store.header.num_documents == 2
+    kept = build(tmp_path / "all", [[1, 2, 3, 1, 2, 4], [1, 2, 3]], min_count_bigram=1)
+    near(kept.row(2, 3), {1: 1.0})
+
+
+def test_top_k_and_rare_successors(tmp_path: Path) -> None:
+    documents = [[1, 2, 3]] * 3 + [[1, 2, 4]] * 2 + [[1, 2, 5]]
+    store = build(tmp_path, documents, top_k=2)
+    near(store.row(1, 2), {3: 3 / 6, 4: 2 / 6})
+    store = build(tmp_path, documents, min_count_trigram=3)
+    near(store.row(1, 2), {3: 3 / 6})
+
+
+def test_external_merge_equals_counting_in_memory(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 12, 700) for _ in range(30)]
+    counter = Counter(40, tmp_path, memory_bytes=1)  # the smallest buffer: many runs
+    expected: PyCounter[int] = PyCounter()
+    for document in documents:
+        counter.add(document.astype(np.uint64))
+        ids = document.tolist()
+        expected.update((40 << 42) | (a << 21) | b for a, b in itertools.pairwise(ids))
+        expected.update(
+            (a << 42) | (b << 21) | c for a, b, c in zip(ids, ids[1:], ids[2:], strict=False)
+        )
+    found: list[tuple[int, int]] = []
+    for keys, counts in counter.merged():
+        found += zip(keys.tolist(), counts.tolist(), strict=True)
+    assert len(counter.runs) > 5
+    assert found == sorted(expected.items())
+
+
+def test_quantisation_error_is_small_and_keeps_the_order() -> None:
+    probs = np.linspace(1.0, 0.001, 999)
+    decoded = PROB_TABLE[quantise(probs)]
+    assert np.abs(decoded / probs - 1).max() < 0.023
+    assert (np.diff(decoded) <= 0).all()
+
+
+def test_opens_fast_and_verifies(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    store = build(tmp_path, [rng.integers(0, 39, 5000).tolist()])
+    start = time.perf_counter()
+    again = NgramStore(tmp_path)
+    assert time.perf_counter() - start < 0.05
+    again.verify()
+    assert again.header == store.header
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]  # no temporary file is left
+
+
+def damage(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0xFF
+    path.write_bytes(data)
+
+
+def test_refuses_damage(tmp_path: Path) -> None:
+    store = build(tmp_path, [[1, 2, 3, 1, 2, 3, 1, 2, 3]])
+    path, intact = store.path, store.path.read_bytes()
+    tok = store.header.sections["tok"][0]
+    del store
+    path.write_bytes(intact[:-10])
+    with pytest.raises(SpecExtError, match="cut short"):
+        NgramStore(path)
+    path.write_bytes(intact[:100])
+    with pytest.raises(SpecExtError, match="expected b'VSXNGRAM'"):
+        NgramStore(path)
+    for offset, message in ((0, "VSXNGRAM"), (8, "version"), (12, "byte order"), (60, "header")):
+        path.write_bytes(intact)
+        damage(path, offset)
+        with pytest.raises(SpecExtError, match=message):
+            NgramStore(path)
+    path.write_bytes(intact)
+    damage(path, HEADER_BYTES)  # top[0]
+    with pytest.raises(SpecExtError, match="damaged"):
+        NgramStore(path)
+    path.write_bytes(intact)
+    damage(path, tok)  # only a full read finds this
+    with pytest.raises(SpecExtError, match="CRC"):
+        NgramStore(path).verify()
+    with pytest.raises(SpecExtError, match="corpus build"):
+        NgramStore(tmp_path / "missing")
+
+
+def test_empty_corpus_leaves_an_older_store_alone(tmp_path: Path) -> None:
+    build(tmp_path, [[1, 2, 3, 1, 2, 3]])
+    with pytest.raises(SpecExtError, match="empty"):
+        build(tmp_path, [])
+    NgramStore(tmp_path).verify()
+
+
+def test_fingerprint_depends_on_vocabulary_and_splitting() -> None:
+    base = tokenizer_fingerprint(WordTokenizer())
+    assert base == tokenizer_fingerprint(WordTokenizer())
+    assert base != tokenizer_fingerprint(WordTokenizer(41))
+    assert base != tokenizer_fingerprint(WordTokenizer(salt="x"))
+    assert fingerprint({"a": 0}, [0]) != fingerprint({"a": 0}, [0, 0])
+    with pytest.raises(SpecExtError, match="get_vocab"):
+        tokenizer_fingerprint(object())
+
+
+def test_documents(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": ["b", {"role": "user", "content": "c"}]}]
+    jsonl = tmp_path / "x.jsonl"
+    jsonl.write_text("\n".join(map(json.dumps, rows)))
+    assert [text for text, _ in read_documents(jsonl, "text")] == ["a", "b", "c"]
+    assert sum(size for _, size in read_documents(jsonl, "text")) == jsonl.stat().st_size
+    with pytest.raises(SpecExtError, match=r"line 1.*--field"):
+        list(read_documents(jsonl, "body"))
+    text = tmp_path / "x.txt"
+    text.write_text("line\n" * 50_000)
+    pieces = [piece for piece, _ in read_documents(text, "")]
+    assert len(pieces) == 4
+    assert "".join(pieces) == text.read_text()
+    text.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(SpecExtError, match="UTF-8"):
+        list(read_documents(text, ""))

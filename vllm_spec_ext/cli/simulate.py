@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-spec simulate`: replay recorded outputs through a proposer, over a grid of settings."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_spec_ext.cli.corpus import load_tokenizer
+from vllm_spec_ext.config import MethodOptions, parse_options
+from vllm_spec_ext.errors import SpecExtError, UnsupportedError
+from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import BaseProposer, EngineHandle
+from vllm_spec_ext.replay import Recording, ReplayResult, replay
+
+BUDGET = "num_speculative_tokens"
+DEFAULT_BUDGET = 8
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of the grid, validated."""
+
+    label: str
+    budget: int
+    options: MethodOptions
+
+
+def read_recordings(path: Path, tokenizer: object | None, limit: int = 0) -> list[Recording]:
+    """Recordings of a JSON lines file.
+
+    Args:
+        path: Rows with ``prompt_token_ids`` and ``output_token_ids``, or with the texts ``prompt``
+            and ``output``; optionally ``category``.
+        tokenizer: For texts.
+        limit: Most rows; 0 = all.
+
+    Raises:
+        SpecExtError: Rows without these fields, texts without a tokenizer, or no rows.
+    """
+    if not path.is_file():
+        raise SpecExtError(f"no such file: {path}; expected recorded outputs as JSON lines")
+    recordings: list[Recording] = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip() and (not limit or len(recordings) < limit):
+                recordings.append(_recording(line, f"{path}, line {number}", tokenizer))
+    if not recordings:
+        raise SpecExtError(f"{path} holds no recordings")
+    return recordings
+
+
+def _recording(line: str, where: str, tokenizer: object | None) -> Recording:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise SpecExtError(f"{where}: not JSON ({error})") from error
+    fields = row if isinstance(row, dict) else {}
+    category = str(fields.get("category", ""))
+    if {"prompt_token_ids", "output_token_ids"} <= fields.keys():
+        pair = [fields["prompt_token_ids"], fields["output_token_ids"]]
+        for ids in pair:
+            if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+                raise SpecExtError(f"{where}: token ids must be a list of integers from 0")
+        return Recording(pair[0], pair[1], category)
+    texts = [fields.get("prompt"), fields.get("output")]
+    if not all(isinstance(text, str) for text in texts):
+        raise SpecExtError(
+            f"{where}: found {', '.join(fields) or 'no fields'}; expected prompt_token_ids and "
+            "output_token_ids, or the texts prompt and output"
+        )
+    if tokenizer is None:
+        raise SpecExtError(f"{where} holds texts; name the model with --tokenizer")
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]  # type: ignore[attr-defined]
+    return Recording(ids[0], ids[1], category)
+
+
+def parse_grid(settings: Sequence[str]) -> list[dict[str, Any]]:
+    """All combinations of ``key=v1,v2`` settings; values are JSON where they parse as such.
+
+    Raises:
+        SpecExtError: A setting without ``=``, or given twice.
+    """
+    axes: dict[str, list[Any]] = {}
+    for setting in settings:
+        key, equals, values = setting.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key or not values:
+            raise SpecExtError(f"--set: found {setting!r}, expected key=value or key=v1,v2")
+        if key in axes:
+            raise SpecExtError(f"--set: {key} is given twice; write {key}=v1,v2")
+        axes[key] = [_value(value) for value in values.split(",")]
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def make_points(method: str, grid: Sequence[Mapping[str, Any]]) -> list[Point]:
+    """Validate every combination before any runs.
+
+    Raises:
+        UnsupportedError: The method needs a model, which replay has not.
+        SpecExtError: Unknown method or option, or a value out of range.
+    """
+    info = registry.info(method)
+    if registry.load(method).needs.hidden_states or info.needs_checkpoint:
+        raise UnsupportedError(
+            f"{method} drafts with a model, so it cannot be replayed without one"
+        )
+    points = []
+    for values in grid:
+        given = dict(values)
+        budget = given.pop(BUDGET, info.num_speculative_tokens or DEFAULT_BUDGET)
+        if type(budget) is not int or not 1 <= budget <= 1024:
+            raise SpecExtError(f"{BUDGET}: found {budget!r}, expected an integer from 1 to 1024")
+        label = " ".join(f"{key}={value}" for key, value in values.items()) or "defaults"
+        points.append(Point(label, budget, parse_options(info.options, given, method)))
+    return points
+
+
+def run_point(
+    method: str,
+    point: Point,
+    recordings: Sequence[Recording],
+    tokenizer: object | None,
+    tokenizer_name: str,
+    batch_size: int,
+) -> ReplayResult:
+    """Replay one setting with a fresh proposer."""
+    cls: type[BaseProposer] = registry.load(method)
+    instance: Any = cls(point.options)
+    longest = max(len(r.prompt_token_ids) + len(r.output_token_ids) for r in recordings)
+    engine = EngineHandle(
+        vocab_size=_vocab_size(recordings, tokenizer),
+        max_model_len=longest + point.budget + 2,
+        max_num_seqs=batch_size,
+        num_speculative_tokens=point.budget,
+        model=tokenizer_name or "MODEL",
+        load_tokenizer=lambda: tokenizer,
+    )
+    instance.start(engine)
+    return replay(instance, recordings, engine, batch_size=batch_size)
+
+
+def _vocab_size(recordings: Sequence[Recording], tokenizer: object | None) -> int:
+    highest = max(
+        (max(ids) for r in recordings for ids in (r.prompt_token_ids, r.output_token_ids) if ids),
+        default=0,
+    )
+    if tokenizer is not None:
+        from vllm_spec_ext.fingerprint import tokenizer_vocab_size
+
+        highest = max(highest, tokenizer_vocab_size(tokenizer) - 1)
+    return highest + 1
+
+
+def draw(results: Mapping[str, ReplayResult], path: Path) -> None:
+    """Plot tokens per step against nodes per step, and acceptance by depth.
+
+    Raises:
+        SpecExtError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise SpecExtError(
+            "--plot needs matplotlib; install it with `pip install 'vllm-spec-ext[report]'`"
+        ) from error
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    for label, result in results.items():
+        left.plot(result.nodes_per_step, result.tokens_per_step, "o", label=label)
+        depths = range(1, len(result.acceptance_by_depth) + 1)
+        right.plot(depths, result.acceptance_by_depth, marker=".", label=label)
+    left.set(xlabel="draft nodes per step", ylabel="tokens per step")
+    right.set(xlabel="depth", ylabel="accepted share of drafts this deep", ylim=(0, 1))
+    right.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _table(results: Mapping[str, ReplayResult], title: str) -> Table:
+    table = Table(title=title)
+    table.add_column("setting")
+    for name in ("tokens/step", "nodes/step", "no draft", "accepted at depth 1 2 4 8"):
+        table.add_column(name, justify="right")
+    table.add_column("µs p50", justify="right")
+    table.add_column("µs p99", justify="right")
+    for label, result in results.items():
+        shares = result.acceptance_by_depth
+        shown = " ".join(f"{shares[d - 1]:.2f}" for d in (1, 2, 4, 8) if d <= len(shares))
+        table.add_row(
+            label,
+            f"{result.tokens_per_step:.3f}",
+            f"{result.nodes_per_step:.1f}",
+            f"{result.num_empty / max(1, result.num_steps):.0%}",
+            shown,
+            f"{result.percentile_us(50):.0f}",
+            f"{result.percentile_us(99):.0f}",
+        )
+    return table
+
+
+def simulate(
+    recordings: Annotated[Path, typer.Argument(help="Recorded outputs, JSON lines.")],
+    method: Annotated[str, typer.Option(help="Proposer to replay.")] = "adaptive_ngram",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Option, or several values for a grid: key=v1,v2; may be repeated."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer made the texts or the corpus.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests replayed at a time.")] = 1,
+    limit: Annotated[int, typer.Option(min=0, help="First recordings only; 0 = all.")] = 0,
+    by_category: Annotated[bool, typer.Option(help="A row for each category.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the results into this file.")] = None,
+) -> None:
+    """Find good settings in seconds: replay recorded outputs through a proposer, no engine."""
+    points = make_points(method, parse_grid(settings or []))
+    loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
+    items = read_recordings(recordings, loaded, limit)
+    groups: dict[str, list[Recording]] = {"": items}
+    if by_category:
+        groups = {}
+        for item in items:
+            groups.setdefault(item.category or "none", []).append(item)
+    results: dict[str, ReplayResult] = {}
+    rows: list[dict[str, Any]] = []
+    for point, (group, members) in itertools.product(points, groups.items()):
+        result = run_point(method, point, members, loaded, tokenizer or "", batch_size)
+        results[f"{point.label} [{group}]" if group else point.label] = result
+        rows.append(
+            {
+                "method": method,
+                BUDGET: point.budget,
+                "options": point.options.model_dump(mode="json"),
+                "setting": point.label,
+                "category": group or None,
+                **result.summary(),
+            }
+        )
+    tokens = sum(len(item.output_token_ids) for item in items)
+    title = f"{method}: {len(items)} recordings, {tokens:,} output tokens, batch {batch_size}"
+    Console().print(_table(results, title))
+    if json_file is not None:
+        json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    if plot is not None:
+        draw(results, plot)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay of recorded outputs through a proposer: which settings draft well, without an engine.
+
+Teacher forcing: at each step the proposer sees the recorded tokens so far, and its tree is accepted
+along the path that equals the recording. For greedy recordings this is what an engine would accept.
+Replay ranks settings; it says nothing about speed, which also depends on what verifying costs.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from vllm_spec_ext.config import RequestOptions
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.base import (
+    Draft,
+    EngineHandle,
+    IntArray,
+    Proposer,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One request and what the target answered."""
+
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    category: str = ""
+
+
+@dataclass
+class ReplayResult:
+    """What a proposer achieved on recordings."""
+
+    num_requests: int = 0
+    num_steps: int = 0
+    """Target steps after the prefill, which itself yields one token without a draft."""
+    num_tokens: int = 0
+    """Tokens of these steps, bonus tokens included."""
+    num_drafted: int = 0
+    num_empty: int = 0
+    """Steps without a draft."""
+    accepted_at_depth: list[int] = field(default_factory=list)
+    """Number of steps that accepted more than ``d`` draft tokens, for d = 0, 1, …"""
+    drafted_at_depth: list[int] = field(default_factory=list)
+    """Number of steps whose draft was deeper than ``d``."""
+    propose_us: list[float] = field(default_factory=list, repr=False)
+    """Time of each ``propose`` call over the number of its requests, in microseconds."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Micro mean, bonus token included; plain decoding is 1."""
+        return self.num_tokens / max(1, self.num_steps)
+
+    @property
+    def nodes_per_step(self) -> float:
+        """Mean number of draft nodes, steps without a draft included."""
+        return self.num_drafted / max(1, self.num_steps)
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Of the steps that drafted to a depth, the share that accepted to it; from depth 1."""
+        pairs = zip(self.accepted_at_depth, self.drafted_at_depth, strict=True)
+        return [accepted / max(1, drafted) for accepted, drafted in pairs]
+
+    def percentile_us(self, percent: float) -> float:
+        """A percentile of the time per request of ``propose``; 0 without any step."""
+        return float(np.percentile(self.propose_us, percent)) if self.propose_us else 0.0
+
+    def summary(self) -> dict[str, float | int | list[float]]:
+        """All figures, for JSON."""
+        return {
+            "num_requests": self.num_requests,
+            "num_steps": self.num_steps,
+            "num_tokens": self.num_tokens,
+            "tokens_per_step": self.tokens_per_step,
+            "nodes_per_step": self.nodes_per_step,
+            "empty_rate": self.num_empty / max(1, self.num_steps),
+            "acceptance_by_depth": self.acceptance_by_depth,
+            "propose_us_p50": self.percentile_us(50),
+            "propose_us_p99": self.percentile_us(99),
+        }
+
+
+def check_draft(draft: Draft, room: int, vocab_size: int) -> None:
+    """Refuse a draft that breaks the contract of proposers.
+
+    Raises:
+        SpecExtError: Too long, tokens outside the vocabulary, or parents not before children.
+    """
+    tokens, parents = draft.tokens, draft.parents
+    if len(tokens) > room:
+        raise SpecExtError(f"proposer drafted {len(tokens)} nodes, expected at most {room}")
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
+        raise SpecExtError(f"proposer drafted tokens outside the vocabulary of {vocab_size}")
+    if parents is not None:
+        before = np.arange(len(tokens))
+        if len(parents) != len(tokens) or (parents < -1).any() or (parents >= before).any():
+            raise SpecExtError(
+                "proposer drafted a tree whose parents do not precede their children"
+            )
+
+
+def node_depths(draft: Draft) -> IntArray:
+    """Depth of each node, 1 = a child of the last verified token; [n] int32."""
+    count = len(draft)
+    if draft.parents is None:
+        return np.arange(1, count + 1, dtype=np.int32)
+    depths = np.zeros(count, np.int32)
+    for node, parent in enumerate(draft.parents):
+        depths[node] = 1 if parent < 0 else depths[parent] + 1
+    return depths
+
+
+def accepted_length(draft: Draft, recorded: Sequence[int] | IntArray) -> int:
+    """Number of draft tokens on the path that equals the recording.
+
+    Args:
+        draft: A chain or a tree.
+        recorded: The tokens that the target really produced next.
+    """
+    current, accepted = -1, 0
+    for node, token in enumerate(draft.tokens):
+        parent = node - 1 if draft.parents is None else draft.parents[node]
+        # Parents come first, so one pass suffices: siblings of an accepted node are skipped.
+        if parent == current and accepted < len(recorded) and token == recorded[accepted]:
+            current = node
+            accepted += 1
+    return accepted
+
+
+@dataclass
+class _Running:
+    request_id: str
+    tokens: IntArray  # [prompt + output] int32
+    num_prompt: int
+    length: int  # tokens known to the target
+    new: int = 1
+    drafted: int = 0
+    accepted: int = 0
+
+
+def _requests(recordings: Sequence[Recording]) -> Iterator[_Running]:
+    for index, recording in enumerate(recordings):
+        num_prompt = len(recording.prompt_token_ids)
+        if num_prompt < 1 or len(recording.output_token_ids) < 2:
+            continue  # nothing is left to draft after the prefill
+        tokens = np.array([*recording.prompt_token_ids, *recording.output_token_ids], np.int32)
+        yield _Running(f"replay-{index}", tokens, num_prompt, num_prompt + 1)
+
+
+def replay(
+    proposer: Proposer,
+    recordings: Sequence[Recording],
+    engine: EngineHandle,
+    *,
+    batch_size: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    on_finish: Callable[[], None] | None = None,
+) -> ReplayResult:
+    """Run recordings through a proposer that was started with ``engine``.
+
+    Args:
+        proposer: Started proposer; its requests are finished on return.
+        recordings: Requests, replayed in order.
+        engine: The handle it was started with; ``num_speculative_tokens`` is the budget.
+        batch_size: Requests replayed at a time, at most ``engine.max_num_seqs``.
+        clock: Seconds.
+        on_finish: Called after each request, e.g. for a progress bar.
+
+    Raises:
+        SpecExtError: A draft that breaks the contract, or a batch larger than the engine's.
+    """
+    if not 1 <= batch_size <= engine.max_num_seqs:
+        raise SpecExtError(f"batch_size={batch_size}; expected 1 to {engine.max_num_seqs}")
+    result = ReplayResult()
+    waiting = _requests(recordings)
+    running: list[_Running] = []
+    outcomes: list[StepOutcome] = []
+    while True:
+        running += islice(waiting, batch_size - len(running))
+        if not running:
+            return result
+        step = StepContext([_step_of(request, engine) for request in running])
+        start = clock()
+        if outcomes:
+            proposer.observe(outcomes)
+        drafts = proposer.propose(step)
+        result.propose_us.append((clock() - start) * 1e6 / len(running))
+        outcomes = []
+        left: list[_Running] = []
+        for request, view, draft in zip(running, step.requests, drafts, strict=True):
+            check_draft(draft, view.room, engine.vocab_size)
+            outcomes.append(_advance(request, draft, result))
+            if request.length < len(request.tokens):
+                left.append(request)
+                continue
+            result.num_requests += 1
+            proposer.finish([request.request_id])
+            outcomes.pop()  # the engine tells nothing of requests that are gone
+            if on_finish is not None:
+                on_finish()
+        running = left
+
+
+def _step_of(request: _Running, engine: EngineHandle) -> RequestStep:
+    return RequestStep(
+        request_id=request.request_id,
+        token_ids=request.tokens[: request.length],
+        num_prompt_tokens=request.num_prompt,
+        new_tokens=request.tokens[request.length - request.new : request.length].tolist(),
+        room=min(engine.num_speculative_tokens, engine.max_model_len - request.length - 1),
+        options=RequestOptions(),
+    )
+
+
+def _advance(request: _Running, draft: Draft, result: ReplayResult) -> StepOutcome:
+    """Accept what the recording confirms, plus the bonus token, and count."""
+    recorded = request.tokens[request.length :]
+    accepted = accepted_length(draft, recorded)
+    request.new = min(accepted + 1, len(recorded))
+    request.length += request.new
+    result.num_steps += 1
+    result.num_tokens += request.new
+    result.num_drafted += len(draft)
+    result.num_empty += not len(draft)
+    deepest = int(node_depths(draft).max()) if len(draft) else 0
+    while len(result.drafted_at_depth) < deepest:
+        result.drafted_at_depth.append(0)
+        result.accepted_at_depth.append(0)
+    for depth in range(deepest):
+        result.drafted_at_depth[depth] += 1
+        result.accepted_at_depth[depth] += depth < accepted
+    return StepOutcome(request.request_id, len(draft), accepted)
