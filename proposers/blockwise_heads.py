@@ -105,7 +105,9 @@ class BlockwiseHeads(nn.Module):
         inputs = hidden
         if self.config.condition_on_next:
             if next_embedding is None:
-                raise ValueError("these heads are conditioned on the next token; its embedding is missing")
+                raise ValueError(
+                    "these heads are conditioned on the next token; its embedding is missing"
+                )
             # Engines disagree on whether an embedding is scaled (Gemma), so only its direction counts.
             inputs = torch.cat([hidden, _unit_rms(next_embedding).to(hidden.dtype)], dim=-1)
         inner = torch.relu(self.w_in(inputs))
@@ -248,5 +250,7 @@ def _read_weights(folder: Path, module: BlockwiseHeads) -> dict[str, Tensor]:
         )
     for name, value in found.items():
         if not bool(torch.isfinite(value).all()):
-            raise SpecExtError(f"{file}: {name} holds values that are not finite; train the heads again")
+            raise SpecExtError(
+                f"{file}: {name} holds values that are not finite; train the heads again"
+            )
     return found

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 try:
     from numba import njit
-except ImportError:  # evaluating heads on a bare training machine: the same code, interpreted
+except ImportError:  # measuring heads on a bare training machine: the same code, interpreted
 
-    def njit(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:  # type: ignore[no-redef]
+    def njit(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
         """Leave the function as it is."""
         return lambda function: function
 
@@ -32,10 +32,6 @@ def best_tree(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """The ``budget`` most likely paths' end nodes, as one tree in depth-first pre-order.
 
-    Best-first search. A node enters the frontier with its parent's first child or after its more
-    likely sibling, so the frontier never holds more than ``2 * budget + 1`` nodes. Ties go to the
-    node found first, which makes the result deterministic.
-
     Args:
         log_probs: Natural logarithms; row i are head i's candidates, most likely first.
         budget: Most nodes.
@@ -43,74 +39,77 @@ def best_tree(
 
     Returns:
         ``(depths, ranks, parents)``, [n] int32 each: the head a node comes from, its candidate
-        number, and its parent node (-1 = the last verified token). The first path is the most
-        likely one; a parent stands before its children.
+        number, and its parent node (-1 = the last verified token). The first path follows the
+        likeliest node at every depth; a parent stands before its children.
+    """
+    nodes = _best_first(log_probs, budget, min_log_prob)
+    return _depth_first(nodes)
+
+
+@njit(cache=True, nogil=True)
+def _best_first(
+    log_probs: NDArray[np.float32], budget: int, min_log_prob: float
+) -> NDArray[np.int32]:
+    """Nodes in the order of their probability: [n, 3] parent, depth, rank.
+
+    A node enters the frontier with its parent (the first child) or with its likelier sibling, so
+    the frontier grows by at most one node a step. Ties go to the node found first.
     """
     num_heads, num_candidates = log_probs.shape
-    size = 2 * budget + 2
-    score = np.empty(size, np.float64)
-    parent = np.empty(size, np.int32)  # in order of discovery of taken nodes
-    depth = np.empty(size, np.int32)
-    rank = np.empty(size, np.int32)
-    frontier = 0
-    taken = 0
-    took_score = np.empty(budget, np.float64)
-    took_parent = np.empty(budget, np.int32)
-    took_depth = np.empty(budget, np.int32)
-    took_rank = np.empty(budget, np.int32)
-    if num_heads > 0 and num_candidates > 0:
-        score[0], parent[0], depth[0], rank[0] = log_probs[0, 0], -1, 0, 0
-        frontier = 1
-    while taken < budget and frontier > 0:
-        # The frontier is tens of entries: a scan beats a heap's bookkeeping.
-        best = 0
-        for i in range(1, frontier):
-            if score[i] > score[best]:
-                best = i
-        s, p, d, r = score[best], parent[best], depth[best], rank[best]
-        if s < min_log_prob:
-            break
-        for i in range(best, frontier - 1):  # keep the order of arrival: ties stay deterministic
-            score[i], parent[i], depth[i], rank[i] = (
-                score[i + 1],
-                parent[i + 1],
-                depth[i + 1],
-                rank[i + 1],
-            )
-        frontier -= 1
-        node = taken
-        took_score[node], took_parent[node], took_depth[node], took_rank[node] = s, p, d, r
-        taken += 1
-        if d + 1 < num_heads:
-            score[frontier] = s + log_probs[d + 1, 0]
-            parent[frontier], depth[frontier], rank[frontier] = node, d + 1, 0
-            frontier += 1
-        if r + 1 < num_candidates:
-            above = took_score[p] if p >= 0 else 0.0
-            score[frontier] = above + log_probs[d, r + 1]
-            parent[frontier], depth[frontier], rank[frontier] = p, d, r + 1
-            frontier += 1
-    # Depth-first order. Children of a node were taken in rank order, so the first is the likeliest.
-    out_depth = np.empty(taken, np.int32)
-    out_rank = np.empty(taken, np.int32)
-    out_parent = np.empty(taken, np.int32)
-    place = np.full(taken + 1, -1, np.int32)  # taken node -> output node; [-1] stays -1 for the root
-    stack = np.empty(taken + 1, np.int32)
-    top = 0
-    for node in range(taken - 1, -1, -1):
-        if took_parent[node] == -1:
-            stack[top] = node
-            top += 1
-    written = 0
-    while top > 0:
-        top -= 1
-        node = stack[top]
-        place[node] = written
-        out_depth[written], out_rank[written] = took_depth[node], took_rank[node]
-        out_parent[written] = -1 if took_parent[node] == -1 else place[took_parent[node]]
-        written += 1
-        for child in range(taken - 1, node, -1):
-            if took_parent[child] == node:
-                stack[top] = child
-                top += 1
-    return out_depth, out_rank, out_parent
+    nodes = np.empty((budget, 3), np.int32)
+    scores = np.empty(budget, np.float64)
+    # Entries stay where they arrived (taken ones fall to -inf), so that ties are deterministic;
+    # a scan of some tens of floats is cheaper than a heap.
+    frontier = np.empty((2 * budget + 1, 3), np.int32)
+    waiting = np.empty(2 * budget + 1, np.float64)
+    frontier[0, 0], frontier[0, 1], frontier[0, 2] = -1, 0, 0
+    waiting[0] = log_probs[0, 0]
+    found = 1
+    for node in range(budget):
+        best = np.argmax(waiting[:found])
+        score = waiting[best]
+        if score < min_log_prob or score == -np.inf:
+            return nodes[:node]
+        waiting[best] = -np.inf
+        parent, depth, rank = frontier[best]
+        nodes[node, 0], nodes[node, 1], nodes[node, 2] = parent, depth, rank
+        scores[node] = score
+        if depth + 1 < num_heads:
+            frontier[found, 0], frontier[found, 1], frontier[found, 2] = node, depth + 1, 0
+            waiting[found] = score + log_probs[depth + 1, 0]
+            found += 1
+        if rank + 1 < num_candidates:
+            above = scores[parent] if parent >= 0 else 0.0
+            frontier[found, 0], frontier[found, 1], frontier[found, 2] = parent, depth, rank + 1
+            waiting[found] = above + log_probs[depth, rank + 1]
+            found += 1
+    return nodes
+
+
+@njit(cache=True, nogil=True)
+def _depth_first(
+    nodes: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """Reorder nodes; siblings were found in the order of their rank, so the likeliest is first."""
+    count = len(nodes)
+    depths = np.empty(count, np.int32)
+    ranks = np.empty(count, np.int32)
+    parents = np.empty(count, np.int32)
+    place = np.full(count, -1, np.int32)  # where a node of ``nodes`` stands in the output
+    stack = np.empty(count + 1, np.int32)
+    stack[0] = -1  # the root
+    height, written = 1, 0
+    while height > 0:
+        height -= 1
+        node = stack[height]
+        if node >= 0:
+            above = nodes[node, 0]
+            place[node] = written
+            parents[written] = place[above] if above >= 0 else -1
+            depths[written], ranks[written] = nodes[node, 1], nodes[node, 2]
+            written += 1
+        for child in range(count - 1, node, -1):
+            if nodes[child, 0] == node:
+                stack[height] = child
+                height += 1
+    return depths, ranks, parents

@@ -44,7 +44,9 @@ def write_shard(path: Path, sequences: Sequence[TokenSequence]) -> None:
         save(
             {
                 "token_ids": np.asarray(flat, np.int32),
-                "offsets": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+                "offsets": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(
+                    np.int64
+                ),
                 "prompt_lengths": np.asarray([s.prompt_length for s in sequences], np.int32),
             }
         ),
