@@ -4,7 +4,7 @@
 import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,15 @@ from vllm_spec_ext.training.shards import (
 )
 
 VOCAB = 48
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Threads cost more than they save on models this small, above all on a busy machine."""
+    former = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(former)
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +110,15 @@ def quiet(line: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"loss": "random", "max_steps": 160},
-        {"loss": "all", "condition_on_next": False, "block_diagonal": True, "max_steps": 120},
+        {"loss": "random"},
+        {"loss": "all", "condition_on_next": False, "block_diagonal": True},
     ],
 )
 def test_heads_learn(target: Path, data: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     out = tmp_path / "heads"
-    config = settings(target, data, out, eval_every=40, log_every=10, **changes)
+    config = settings(
+        target, data, out, eval_every=50, log_every=10, max_steps=120, learning_rate=0.03, **changes
+    )
     figures = train_blockwise(config, quiet)
     assert figures is not None
     assert all(head["top1"] > 0.8 for head in figures.accuracy)
@@ -117,7 +128,7 @@ def test_heads_learn(target: Path, data: Path, tmp_path: Path, changes: dict[str
     assert figures.position_acceptance > 2.2
     log = [json.loads(line) for line in (tmp_path / "heads.run/log.jsonl").read_text().splitlines()]
     assert log[-1]["loss1"] < 0.5 * log[0].get("loss1", log[1].get("loss1"))
-    assert any("acceptance" in entry for entry in log)
+    assert any("held_acceptance" in entry for entry in log)
     heads_config, _ = load_heads(out, hidden_size=32, vocab_size=VOCAB)
     assert heads_config.training["data"]["kind"] == "synthetic"
     assert load_file(out / "model.safetensors")["b_out"].dtype == torch.bfloat16

@@ -5,6 +5,7 @@ Nothing here has state, so a resumed run sees exactly the batches that it would 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class Batch:
     token_ids: Tensor  # [batch, length] int64, right-padded with 0
     mask: Tensor  # [batch, length] int64, 1 = a real token
     rows: Tensor  # [n] int64 which sequence a position is in
-    columns: Tensor  # [n] int64 position t of the hidden state
+    columns: Tensor  # [n] int64 position t of the hidden state in it
     next_tokens: Tensor  # [n] int64 x_{t+1}, the target's own next token
     targets: Tensor  # [n, num_heads] int64 x_{t+2} ..., IGNORED past the end
 
@@ -61,7 +62,7 @@ def split_data(data: TokenData, max_length: int, num_held_out: int, seed: int) -
     return Split(train=np.sort(order[count:]), held_out=np.sort(order[:count]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: arrays have no hash
 class BatchPlan:
     """All batches of a run."""
 
@@ -81,23 +82,31 @@ class BatchPlan:
     def batch(self, step: int) -> Batch:
         """The batch of a step, counted from 0; epochs follow each other without end."""
         epoch, index = divmod(step, self.batches_per_epoch)
-        chosen = self._epoch(epoch)[index]
+        chosen = _epoch(self, epoch)[index]
         random = np.random.default_rng([self.seed, 2, step])
         return make_batch(
-            self.data, chosen, self.num_heads, self.max_length, self.positions_per_sequence, random
+            self.data,
+            chosen,
+            self.num_heads,
+            self.max_length,
+            positions_per_sequence=self.positions_per_sequence,
+            random=random,
         )
 
-    def _epoch(self, epoch: int) -> list[NDArray[np.int64]]:
-        random = np.random.default_rng([self.seed, 1, epoch])
-        order = random.permutation(self.sequences)
-        lengths = used_lengths(self.data, self.max_length)
-        size, window = self.batch_size, self.batch_size * _BUCKET
-        batches = []
-        for start in range(0, len(order), window):
-            part = order[start : start + window]
-            part = part[np.argsort(lengths[part], kind="stable")]
-            batches += [part[i : i + size] for i in range(0, len(part), size)]
-        return [batches[i] for i in random.permutation(len(batches))]
+
+@lru_cache(maxsize=2)
+def _epoch(plan: BatchPlan, epoch: int) -> list[NDArray[np.int64]]:
+    """Sequence numbers of every batch of an epoch."""
+    random = np.random.default_rng([plan.seed, 1, epoch])
+    order = random.permutation(plan.sequences)
+    lengths = used_lengths(plan.data, plan.max_length)
+    size, window = plan.batch_size, plan.batch_size * _BUCKET
+    batches = []
+    for start in range(0, len(order), window):
+        part = order[start : start + window]
+        part = part[np.argsort(lengths[part], kind="stable")]
+        batches += [part[i : i + size] for i in range(0, len(part), size)]
+    return [batches[i] for i in random.permutation(len(batches))]
 
 
 def make_batch(
@@ -105,6 +114,7 @@ def make_batch(
     chosen: NDArray[np.int64],
     num_heads: int,
     max_length: int,
+    *,
     positions_per_sequence: int = 0,
     random: np.random.Generator | None = None,
 ) -> Batch:

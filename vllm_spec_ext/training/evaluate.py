@@ -45,8 +45,8 @@ class HeadFigures:
 
     def summary(self) -> dict[str, float]:
         """Short names for progress lines."""
-        per_head = {f"acc{i + 1}": a["top1"] for i, a in enumerate(self.accuracy)}
-        return {**per_head, "acceptance": self.acceptance_length}
+        per_head = {f"held_acc{i + 1}": a["top1"] for i, a in enumerate(self.accuracy)}
+        return {**per_head, "held_acceptance": self.acceptance_length}
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, rounded to four digits."""
@@ -179,11 +179,11 @@ def _walk(starts: NDArray[np.int64], accepts: Callable[[int], int]) -> float:
 
 
 def _tree_accepts(rows: _Rows, row: int, budget: int) -> int:
-    depths, ranks, parents = best_tree(np.ascontiguousarray(rows.log_probs[row]), budget, -math.inf)
+    _, ranks, parents = best_tree(np.ascontiguousarray(rows.log_probs[row]), budget, -math.inf)
     node = -1
     for depth, wanted in enumerate(rows.ranks[row].tolist()):
-        found = np.flatnonzero((parents == node) & (ranks == wanted)) if wanted >= 0 else ()
-        if not len(found):
+        found = np.flatnonzero((parents == node) & (ranks == wanted))
+        if wanted < 0 or not len(found):
             return depth
         node = int(found[0])
     return len(rows.ranks[row])
