@@ -67,8 +67,8 @@ class Blockwise(BaseProposer):
 
         if engine.target is None or not hasattr(engine.target, "compute_logits"):
             raise SpecExtError(
-                f"blockwise needs a target with compute_logits(); {engine.model} has none, so it is "
-                "not a text-generation model"
+                f"blockwise needs a target with compute_logits(); {engine.model} has none, so it "
+                "is not a text-generation model"
             )
         tokenizer = engine.load_tokenizer()
         config, heads = load_heads(
@@ -130,7 +130,7 @@ class Blockwise(BaseProposer):
         if config.condition_on_next:
             last = torch.tensor([int(step.requests[row].token_ids[-1]) for row in rows])
             embedding = self._target.embed_input_ids(last.to(hidden.device))
-        # The vocabulary projection is nearly the whole cost: leave out heads no request has room for.
+        # The vocabulary projection is most of the cost: leave out heads no request has room for.
         depth = min(config.num_heads, max(step.requests[row].room for row in rows))
         states = heads(hidden, embedding)[:, :depth]
         logits = self._target.compute_logits(states.reshape(-1, config.hidden_size))

@@ -48,7 +48,7 @@ class HeadsConfig(BaseModel):
     head_width: int = Field(ge=1)
     """Hidden units of each head (d_h)."""
     block_diagonal: bool = False
-    """Each head has a private hidden layer, instead of all sharing one of num_heads * head_width."""
+    """Each head has a private hidden layer, not all one of num_heads * head_width."""
     condition_on_next: bool = False
     """Heads see the embedding of the token right after the hidden state's position."""
     training: dict[str, Any] = Field(default_factory=dict)
@@ -108,7 +108,7 @@ class BlockwiseHeads(nn.Module):
                 raise ValueError(
                     "these heads are conditioned on the next token; its embedding is missing"
                 )
-            # Engines disagree on whether an embedding is scaled (Gemma), so only its direction counts.
+            # Engines disagree on scaled embeddings (Gemma), so only the direction counts.
             inputs = torch.cat([hidden, _unit_rms(next_embedding).to(hidden.dtype)], dim=-1)
         inner = torch.relu(self.w_in(inputs))
         if self.config.block_diagonal:
@@ -150,9 +150,9 @@ def load_heads(
     _check_target(folder, config, hidden_size, vocab_size, fingerprint)
     if num_draft_tokens is not None and num_draft_tokens > config.num_heads:
         raise SpecExtError(
-            f"{folder} holds {config.num_heads} heads, but {num_draft_tokens} draft tokens were asked "
-            f"for; set num_speculative_tokens to {config.num_heads} or less, or train more heads "
-            f"(vllm-spec train blockwise --num-heads {num_draft_tokens})"
+            f"{folder} holds {config.num_heads} heads, but {num_draft_tokens} draft tokens were "
+            f"asked for; set num_speculative_tokens to {config.num_heads} or less, or train more "
+            f"heads (vllm-spec train blockwise --num-heads {num_draft_tokens})"
         )
     module = BlockwiseHeads(config)
     module.load_state_dict(_read_weights(folder, module))
@@ -171,8 +171,8 @@ def read_config(folder: Path) -> HeadsConfig:
         if not isinstance(given, dict) or given.get("model_type") != "vllm_spec_ext_blockwise":
             found = given.get("model_type") if isinstance(given, dict) else type(given).__name__
             raise SpecExtError(
-                f"{file} has model_type {found!r}, expected 'vllm_spec_ext_blockwise'; 'model' of the "
-                "method blockwise is the folder of the heads, not of the target"
+                f"{file} has model_type {found!r}, expected 'vllm_spec_ext_blockwise'; 'model' of "
+                "the method blockwise is the folder of the heads, not of the target"
             )
         return HeadsConfig.model_validate(given)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -225,8 +225,8 @@ def _check_target(
         wrong.append(f"another tokenizer (fingerprint {theirs}…, the target's is {ours}…)")
     if wrong:
         raise SpecExtError(
-            f"{folder} does not fit the target: trained for {config.target} with {'; '.join(wrong)}; "
-            "serve the model that the heads were trained for, or train heads for this one"
+            f"{folder} does not fit the target: trained for {config.target} with {'; '.join(wrong)}"
+            "; serve the model that the heads were trained for, or train heads for this one"
         )
 
 

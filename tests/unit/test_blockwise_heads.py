@@ -138,12 +138,13 @@ def test_damaged_and_missing_files_are_refused(folder: Path, tmp_path: Path) -> 
         load_heads(folder)
     weights.write_bytes(whole)
     text = json.loads((folder / "config.json").read_text())
-    for change, message in [
+    changes: list[tuple[dict[str, object], str]] = [
         ({"head_width": 9}, "does not match config.json"),
         ({"head_width": 0}, "head_width"),
         ({"format_version": 2}, "format_version"),
         ({"model_type": "llama"}, "not of the target"),
-    ]:
+    ]
+    for change, message in changes:
         (folder / "config.json").write_text(json.dumps({**text, **change}))
         with pytest.raises(SpecExtError, match=message):
             load_heads(folder)

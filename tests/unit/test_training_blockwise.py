@@ -329,7 +329,7 @@ def test_all_stages_with_transformers_and_raw_text(target: Path, tmp_path: Path)
 def test_foreign_token_ids_are_refused(target: Path, tmp_path: Path) -> None:
     open_manifest(tmp_path / "d", {"num_shards": 1})
     write_shard(shard_path(tmp_path / "d", 0), [TokenSequence([1, 2, 3, VOCAB], 1)] * 4)
-    with pytest.raises(SpecExtError, match="token id 48, but .* has a vocabulary of 48"):
+    with pytest.raises(SpecExtError, match=r"token id 48, but .* has a vocabulary of 48"):
         train_blockwise(settings(target, tmp_path / "d", tmp_path / "h"), quiet)
 
 

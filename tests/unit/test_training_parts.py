@@ -109,7 +109,7 @@ def test_a_full_disk_leaves_the_former_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DiskFullError, match="disk full while writing .*state"):
+    with pytest.raises(DiskFullError, match=r"disk full while writing .*state"):
         write_bytes(path, b"after")
     assert path.read_bytes() == b"before"
     assert [p.name for p in tmp_path.iterdir()] == ["state"]

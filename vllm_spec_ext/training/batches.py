@@ -54,8 +54,9 @@ def split_data(data: TokenData, max_length: int, num_held_out: int, seed: int) -
     usable = np.flatnonzero(used_lengths(data, max_length) >= data.prompt_lengths + 2)
     if len(usable) < 2:
         raise SpecExtError(
-            f"{data.folder}: {len(usable)} of {len(data)} sequences have two tokens after their prompt "
-            f"within max_length={max_length}; expected at least 2. Add prompts or raise --max-length"
+            f"{data.folder}: {len(usable)} of {len(data)} sequences have two tokens after their "
+            f"prompt within max_length={max_length}; expected at least 2. Add prompts or raise "
+            "--max-length"
         )
     order = np.random.default_rng([seed, 0]).permutation(usable)
     count = min(num_held_out, max(1, len(usable) // 10))

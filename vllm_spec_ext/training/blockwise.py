@@ -6,6 +6,7 @@ the fly, or cached), training, measuring. Only the data stage needs vLLM, and on
 """
 
 import contextlib
+import gc
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -163,14 +164,14 @@ class HeadsTask:
         """Held-out figures under short names, chain only."""
         return self.measure().summary()
 
-    def measure(self, tree_nodes: int = 0) -> HeadFigures:
-        """Held-out figures in full."""
+    def measure(self, tree_nodes: int = 0, num_sequences: int | None = None) -> HeadFigures:
+        """Held-out figures in full, of all held-out sequences or only some."""
         with self._autocast():
             return measure_heads(
                 self.heads,
                 self.target,
                 self.data,
-                self.split.held_out,
+                self.split.held_out[:num_sequences],
                 self.states,
                 max_length=self.config.max_length,
                 batch_size=self.config.batch_size,
@@ -187,10 +188,10 @@ def heads_config(config: BlockwiseTraining, target: Target, data: TokenData) -> 
         dense=not config.block_diagonal,
         conditioned=config.condition_on_next,
     )
-    kept = ("kind", "model", "prompt_files", "num_prompts", "max_new_tokens", "temperature")
+    kept = ("kind", "prompt_files", "num_prompts", "max_new_tokens", "temperature")
     facts = {name: data.manifest[name] for name in kept if name in data.manifest}
     return HeadsConfig(
-        target=str(config.run_folder / "model") if config.finetune else config.model,
+        target=str(config.run_folder / "model") if config.finetune else config.shown_target,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         tokenizer_fingerprint=data.manifest.get("tokenizer_fingerprint"),
@@ -243,7 +244,9 @@ def train_blockwise(config: BlockwiseTraining, report: Report = print) -> HeadFi
     states = live_states(target)
     if config.cache_hidden:
         folder = config.run_folder / "hidden"
-        write_cache(folder, target, data, config.max_length, config.batch_size, report)
+        write_cache(
+            folder, target, data, config.max_length, batch_size=config.batch_size, report=report
+        )
         states = cached_states(folder, target, data, config.max_length)
     task = HeadsTask(config, target, data, states)
     if config.stage == "eval":
@@ -271,6 +274,24 @@ def check_data(data: TokenData, target: Target) -> None:
         )
 
 
+def warn_of_foreign_text(task: HeadsTask, report: Report) -> None:
+    """Say so before training if greedy text of the target is not what the target would write.
+
+    The usual reasons are another model, another prompt format, or a library that reads the
+    model's configuration differently; heads would learn and then be rejected.
+    """
+    manifest = task.data.manifest
+    if manifest.get("kind") != "distilled" or manifest.get("temperature") != 0.0:
+        return
+    agreement = task.measure(num_sequences=8).target_agreement
+    if agreement < 0.9:
+        report(
+            f"warning: {task.target.name} predicts only {agreement:.0%} of the tokens in "
+            f"{task.data.folder}, which is greedy text of {manifest.get('model')}; expected above "
+            "95%. Are model and library versions the same as when the data was made?"
+        )
+
+
 def _data_stage(
     config: BlockwiseTraining, device: torch.device, dtype: torch.dtype, report: Report
 ) -> Target | None:
@@ -283,6 +304,7 @@ def _data_stage(
         return transformers_generator(config, loaded[0].model)
 
     make_data(config, load_tokenizer(config.model), generator, report)
+    gc.collect()  # a vLLM engine frees its memory when it is collected, before training starts
     return loaded[0] if loaded else None
 
 
@@ -295,8 +317,8 @@ def _train_stage(config: BlockwiseTraining, task: HeadsTask, report: Report) -> 
     identity["num_tokens"] = len(task.data.token_ids)
     shape = task.heads_config
     report(
-        f"{shape.num_heads} heads of width {shape.head_width}, {shape.num_parameters:,} parameters; "
-        f"{len(task.split.train)} sequences to train on, {len(task.split.held_out)} held out; "
+        f"{shape.num_heads} heads of width {shape.head_width}, {shape.num_parameters:,} parameters"
+        f"; {len(task.split.train)} sequences to train on, {len(task.split.held_out)} held out; "
         f"{task.total_steps} steps on {task.target.device}"
     )
     loop = LoopSettings(
@@ -307,6 +329,7 @@ def _train_stage(config: BlockwiseTraining, task: HeadsTask, report: Report) -> 
         eval_every=config.eval_every,
         log_every=config.log_every,
     )
+    warn_of_foreign_text(task, report)
     run_loop(task, loop, folder, identity, resume=config.resume, report=report)
     figures = task.measure(config.tree_nodes)
     write_json(folder / "figures.json", figures.as_dict())
@@ -314,9 +337,9 @@ def _train_stage(config: BlockwiseTraining, task: HeadsTask, report: Report) -> 
         _save_target(config, task, report)
     size = save_heads(config.out, task.heads_config, task.heads, config.save_dtype, figures)
     report(
-        f"saved {config.out} ({size / 1e6:.2f} MB): {figures.acceptance_length:.3f} tokens per step "
-        f"with a chain of {shape.num_heads}, {figures.tree_acceptance_length:.3f} with trees of "
-        f"{figures.tree_nodes} nodes"
+        f"saved {config.out} ({size / 1e6:.2f} MB): {figures.acceptance_length:.3f} tokens per "
+        f"step with a chain of {shape.num_heads}, {figures.tree_acceptance_length:.3f} with trees "
+        f"of {figures.tree_nodes} nodes"
     )
     if config.push_to_hub:
         report(f"uploaded: {push_to_hub(config.out, config.push_to_hub)}")

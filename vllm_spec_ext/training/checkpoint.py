@@ -75,8 +75,8 @@ def model_card(config: HeadsConfig, figures: HeadFigures) -> str:
         f"- {name}: {value}" for name, value in config.training.get("data", {}).items()
     )
     changed = (
-        "\n**The target was fine-tuned with these heads**: serve the model that was saved with them. "
-        "It is not the original model, and its text differs.\n"
+        "\n**The target was fine-tuned with these heads**: serve the model that was saved with "
+        "them. It is not the original model, and its text differs.\n"
         if config.training.get("finetune")
         else ""
     )
@@ -132,6 +132,6 @@ def push_to_hub(folder: Path, repository: str) -> str:
         return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
     except Exception as error:
         raise SpecExtError(
-            f"uploading {folder} to {repository!r} failed ({type(error).__name__}: {error}); the folder "
-            "itself is complete. Log in with 'hf auth login' and try again"
+            f"uploading {folder} to {repository!r} failed ({type(error).__name__}: {error}); the "
+            "folder itself is complete. Log in with 'hf auth login' and try again"
         ) from error

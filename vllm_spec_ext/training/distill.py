@@ -105,7 +105,8 @@ def make_data(
         write_shard(shard_path(folder, index), sequences)
         new = sum(len(s.token_ids) - s.prompt_length for s in sequences)
         report(
-            f"data: shard {index + 1} of {num_shards}, {new} new tokens ({done}/{len(todo)} this run)"
+            f"data: shard {index + 1} of {num_shards}, {new} new tokens "
+            f"({done}/{len(todo)} of this run)"
         )
     data = read_data(folder)
     report(f"data: {len(data)} sequences, {len(data.token_ids)} tokens ({folder})")
@@ -119,7 +120,7 @@ def _manifest(
         digest.update((",".join(map(str, ids)) + "\n").encode())
     return {
         "kind": "raw text" if config.raw_text else "distilled",
-        "model": config.model,
+        "model": config.shown_target,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
         "prompt_files": [path.name for path in config.prompts],
         "prompts_sha256": digest.hexdigest(),
@@ -159,15 +160,12 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
     return generate
 
 
-def transformers_generator(
-    config: BlockwiseTraining, model: Any, batch_size: int = 128
-) -> Generator:
+def transformers_generator(config: BlockwiseTraining, model: Any) -> Generator:
     """Continues with Hugging Face ``generate`` in batches of similar length, left-padded.
 
     Args:
         config: The run's settings.
         model: Hugging Face causal LM, on its device.
-        batch_size: Prompts per batch.
     """
     import torch
 
@@ -201,8 +199,8 @@ def transformers_generator(
     def generate(prompts: Sequence[list[int]]) -> list[list[int]]:
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         results: list[list[int]] = [[] for _ in prompts]
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
+        for start in range(0, len(order), config.generate_batch):
+            batch = order[start : start + config.generate_batch]
             for i, more in zip(batch, one_batch([prompts[i] for i in batch]), strict=True):
                 results[i] = more
         return results

@@ -39,8 +39,8 @@ def dry_run(
         prompts = len(data)
         bound = prompts * (config.max_prompt_tokens + config.max_new_tokens) * 4
         report(
-            f"data: not made yet; {prompts} prompts, at most {prompts * config.max_new_tokens:,} new "
-            f"tokens and {bound / 1e6:.1f} MB of shards; steps are measured on random tokens"
+            f"data: not made yet; {prompts} prompts, at most {prompts * config.max_new_tokens:,} "
+            f"new tokens and {bound / 1e6:.1f} MB of shards; steps are measured on random tokens"
         )
     else:
         report(f"data: {len(data)} sequences, {len(data.token_ids):,} tokens ({data.folder})")
@@ -52,7 +52,7 @@ def dry_run(
     report(f"heads: {shape.num_heads} of width {shape.head_width}, {heads_bytes / 1e6:.2f} MB")
     report(f"steps: {task.total_steps} of {task.plan.batch_size} sequences")
     report(f"time: {seconds:.3f} s a step, about {duration(seconds * task.total_steps)} in all")
-    # AdamW keeps two float32 numbers beside each weight; the old state stays until the new is whole.
+    # AdamW keeps two numbers beside each weight; the old state stays until the new is whole.
     report(f"disk: {trained * 12 * 2 / 1e6:.1f} MB for the saved state in {config.run_folder}")
     if config.cache_hidden:
         dtype = next(target.model.parameters()).dtype

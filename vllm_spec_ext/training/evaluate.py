@@ -93,7 +93,16 @@ def measure_heads(
     was_training = heads.training
     heads.eval()
     with torch.no_grad():
-        rows = _collect(heads, target, data, sequences, states, max_length, batch_size, logit_chunk)
+        rows = _collect(
+            heads,
+            target,
+            data,
+            sequences,
+            states,
+            max_length=max_length,
+            batch_size=batch_size,
+            logit_chunk=logit_chunk,
+        )
     heads.train(was_training)
     accuracy = []
     for i in range(heads.config.num_heads):
@@ -125,6 +134,7 @@ def _collect(
     data: TokenData,
     sequences: NDArray[np.int64],
     states: HiddenSource,
+    *,
     max_length: int,
     batch_size: int,
     logit_chunk: int,

@@ -45,6 +45,7 @@ def write_cache(
     target: Target,
     data: TokenData,
     max_length: int,
+    *,
     batch_size: int,
     report: Callable[[str], None] = print,
 ) -> None:

@@ -164,7 +164,8 @@ def restore(task: Task, folder: Path, identity: dict[str, Any], resume: str) -> 
         saved, step = json.loads(state["identity"]), int(state["step"])
     except Exception as error:  # torch raises many kinds for a damaged archive
         raise SpecExtError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); start over with --resume restart"
+            f"{path} cannot be read ({type(error).__name__}: {error}); start over with "
+            "--resume restart"
         ) from error
     wanted = json.loads(json.dumps(identity, sort_keys=True))
     differing = sorted(n for n in {*saved, *wanted} if saved.get(n) != wanted.get(n))
@@ -173,8 +174,8 @@ def restore(task: Task, folder: Path, identity: dict[str, Any], resume: str) -> 
             f"{n}: {saved.get(n)!r} there, {wanted.get(n)!r} asked" for n in differing
         )
         raise SpecExtError(
-            f"{path} belongs to a run with other settings ({parts}); use another --out or --run-dir, "
-            "the same settings, or --resume restart"
+            f"{path} belongs to a run with other settings ({parts}); use another --out or "
+            "--run-dir, the same settings, or --resume restart"
         )
     for name, module in task.modules.items():
         module.load_state_dict(state["modules"][name])

@@ -71,7 +71,7 @@ def _from_json(line: str, field: str, path: Path, number: int) -> str:
             ) from None
     if not isinstance(value, str):
         raise SpecExtError(
-            f"{path}:{number}: {field!r} is {type(value).__name__}, expected text; name a text field "
-            "with --field, e.g. 'turns[0]' for the first of a list"
+            f"{path}:{number}: {field!r} is {type(value).__name__}, expected text; name a text "
+            "field with --field, e.g. 'turns[0]' for the first of a list"
         )
     return value

@@ -22,11 +22,14 @@ class BlockwiseTraining(Options):
     model: str
     """Target model: Hugging Face name or folder."""
 
+    target_name: str | None = None
+    """Name of the target to write into the finished heads, where MODEL is a local folder."""
+
     out: Path
     """Folder for the finished heads."""
 
     run_dir: Path | None = None
-    """Folder for everything else of the run: data, state, logs. Default: OUT with ``.run`` added."""
+    """Folder for all else of the run: data, state, logs. Default: OUT with ``.run`` added."""
 
     stage: Literal["all", "data", "train", "eval"] = "all"
     """Run one stage only: make the training data, train, or measure finished heads."""
@@ -59,6 +62,9 @@ class BlockwiseTraining(Options):
     generator: Literal["vllm", "transformers"] = "vllm"
     """Who generates the continuations; ``transformers`` works where vLLM is not installed."""
 
+    generate_batch: int = Field(default=256, ge=1)
+    """Prompts that ``transformers`` continues at the same time; vLLM decides by itself."""
+
     max_prompts: int | None = Field(default=None, ge=1)
     """Use only this many prompts."""
 
@@ -69,7 +75,7 @@ class BlockwiseTraining(Options):
     """Longest continuation."""
 
     temperature: float = Field(default=0.0, ge=0.0, le=5.0)
-    """Sample the continuations at this temperature; 0 = greedy, what the paper's acceptance needs."""
+    """Sample the continuations at this temperature; 0 = greedy, as the paper decodes."""
 
     prompts_per_shard: int = Field(default=256, ge=1)
     """Prompts generated and saved together; an interrupted generation loses at most these."""
@@ -184,6 +190,11 @@ class BlockwiseTraining(Options):
         return self
 
     @property
+    def shown_target(self) -> str:
+        """The target as people know it."""
+        return self.target_name or self.model
+
+    @property
     def run_folder(self) -> Path:
         """Where state, logs and (by default) data are."""
         return self.run_dir or self.out.with_name(self.out.name + ".run")
@@ -198,7 +209,15 @@ class BlockwiseTraining(Options):
 FREE_TO_CHANGE = frozenset(
     {
         *("out", "run_dir", "stage", "resume", "dry_run", "push_to_hub", "save_dtype"),
-        *("prompts", "data", "generator", "prompts_per_shard", "cache_hidden"),
+        *(
+            "target_name",
+            "prompts",
+            "data",
+            "generator",
+            "generate_batch",
+            "prompts_per_shard",
+            "cache_hidden",
+        ),
         *("device", "logit_chunk", "eval_every", "tree_nodes", "save_every", "log_every"),
     }
 )

@@ -111,8 +111,8 @@ def read_data(folder: Path) -> TokenData:
     missing = [i for i in range(num_shards) if not shard_path(folder, i).is_file()]
     if missing or not num_shards:
         raise SpecExtError(
-            f"{folder} is unfinished: {len(missing)} of {num_shards} shards are missing; run the data "
-            "stage again with the same settings, it goes on where it stopped"
+            f"{folder} is unfinished: {len(missing)} of {num_shards} shards are missing; run the "
+            "data stage again with the same settings, it goes on where it stopped"
         )
     tokens, lengths, prompts = [], [], []
     for index in range(num_shards):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target under training: a Hugging Face model that gives final hidden states and projects them."""
+"""The target: a Hugging Face model that gives final hidden states and projects them."""
 
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,8 @@ class Target:
         agree = (expected.argmax(-1) == found.argmax(-1)).float().mean().item()
         if agree < 0.9:  # not 1: ties break differently in low precision
             raise SpecExtError(
-                f"{self.name}: projecting its final hidden states gives other tokens than the model "
-                f"itself ({agree:.0%} agree); blockwise heads cannot share this model's projection"
+                f"{self.name}: projecting its final hidden states gives other tokens than the "
+                f"model itself ({agree:.0%} agree); blockwise heads cannot share its projection"
             )
 
 
