@@ -194,7 +194,7 @@ def test_refusals(tmp_path: Path) -> None:
     other, _ = save(tmp_path / "other", tokenizer_fingerprint="0" * 64)
     with pytest.raises(SpecExtError, match="another tokenizer"):
         start(target, other)
-    target.config = type("C", (), {"hidden_size": 32})()  # type: ignore[assignment]
+    target.config = type("C", (), {"hidden_size": 32})()
     with pytest.raises(SpecExtError, match=r"hidden size 16 \(the target has 32\)"):
         start(target, folder)
     with pytest.raises(SpecExtError, match="model"):
@@ -204,5 +204,5 @@ def test_refusals(tmp_path: Path) -> None:
 def test_no_logits_on_this_rank_means_no_draft(tmp_path: Path) -> None:
     target = StandInTarget()
     proposer = start(target, save(tmp_path)[0])
-    target.compute_logits = lambda hidden: None
+    target.compute_logits = lambda hidden: None  # type: ignore[method-assign]
     assert len(proposer.propose(step(torch.randn(1, SIZE), [3]))[0]) == 0

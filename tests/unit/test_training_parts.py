@@ -208,11 +208,22 @@ def test_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
         parse("--config", str(tmp_path / "c.json"))
 
 
-def test_training_imports_neither_vllm_nor_a_command_line_framework() -> None:
+def test_training_imports_neither_vllm_nor_numba_nor_a_command_line_framework() -> None:
     code = (
         "import sys\n"
         "for name in ('vllm', 'typer', 'rich', 'numba'): sys.modules[name] = None\n"
         "import vllm_spec_ext.training.blockwise, vllm_spec_ext.training.dry_run\n"
+        "assert not any(name.startswith('vllm_spec_ext.cli') for name in sys.modules)\n"
+    )
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
+
+
+def test_numba_stays_unloaded_until_it_is_needed() -> None:
+    # vLLM's CPU worker cannot start in a process that has loaded it.
+    code = (
+        "import sys, vllm_spec_ext.training.blockwise, vllm_spec_ext.proposers.blockwise\n"
+        "assert 'numba' not in sys.modules\n"
     )
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.getcwd()}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads
-from vllm_spec_ext.proposers.blockwise_tree import best_tree
 from vllm_spec_ext.training.batches import IGNORED, make_batch
 from vllm_spec_ext.training.hidden import HiddenSource
 from vllm_spec_ext.training.shards import TokenData
@@ -189,6 +188,11 @@ def _walk(starts: NDArray[np.int64], accepts: Callable[[int], int]) -> float:
 
 
 def _tree_accepts(rows: _Rows, row: int, budget: int) -> int:
+    # Not at the top: numba must not be loaded before a vLLM worker starts. vLLM 0.32's CPU worker
+    # scans all modules for Triton kernels (triton_utils.dispatcher._rebind_kernels) and fails at
+    # llvmlite's library object; spawned workers import the module that was run as a program.
+    from vllm_spec_ext.proposers.blockwise_tree import best_tree
+
     _, ranks, parents = best_tree(np.ascontiguousarray(rows.log_probs[row]), budget, -math.inf)
     node = -1
     for depth, wanted in enumerate(rows.ranks[row].tolist()):
