@@ -221,7 +221,7 @@ def _check_target(
         wrong.append(f"a vocabulary of {config.vocab_size} (the target has {vocab_size})")
     known = fingerprint is not None and config.tokenizer_fingerprint is not None
     if known and fingerprint != config.tokenizer_fingerprint:
-        theirs, ours = str(config.tokenizer_fingerprint)[:12], str(fingerprint)[:12]
+        theirs, ours = str(config.tokenizer_fingerprint)[:19], str(fingerprint)[:19]
         wrong.append(f"another tokenizer (fingerprint {theirs}…, the target's is {ours}…)")
     if wrong:
         raise SpecExtError(

@@ -44,10 +44,11 @@ class StandInTarget(nn.Module):
 class StandInTokenizer:
     """A vocabulary of numbers."""
 
-    all_special_tokens = ("t0",)
-
     def get_vocab(self) -> dict[str, int]:
         return {f"t{i}": i for i in range(VOCAB)}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [len(text) % VOCAB]
 
 
 def save(folder: Path, **changes: Any) -> tuple[Path, BlockwiseHeads]:

@@ -18,7 +18,8 @@ from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise_heads import load_heads
 from vllm_spec_ext.training import blockwise, distill
 from vllm_spec_ext.training.atomic import DiskFullError
-from vllm_spec_ext.training.blockwise import HeadsTask, main, train_blockwise
+from vllm_spec_ext.training.blockwise import main, train_blockwise
+from vllm_spec_ext.training.heads_task import HeadsTask
 from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import (
     TokenSequence,

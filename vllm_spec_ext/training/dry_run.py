@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.blockwise import HeadsTask
+from vllm_spec_ext.training.heads_task import HeadsTask
 from vllm_spec_ext.training.hidden import cache_bytes, live_states
 from vllm_spec_ext.training.loop import duration
 from vllm_spec_ext.training.prompts import read_prompts
