@@ -47,7 +47,11 @@ def test_prompts_from_all_shapes(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("first\n\n second \n")
     assert read_prompts([tmp_path / "p.jsonl", tmp_path / "p.jsonl.gz"], "q") == ["one", "two"] * 2
     assert read_prompts([tmp_path / "p.jsonl"], "turns[0]") == ["a", "c"]
-    assert read_prompts([tmp_path / "p.txt"], "q", limit=1) == ["first"]
+    mixed = [tmp_path / "p.jsonl", tmp_path / "p.txt"]
+    assert read_prompts(mixed, "missing, turns[1],q") == ["b", "two", "first", "second"]
+    some = read_prompts(mixed, "q", limit=2, seed=1)
+    assert len(some) == 2
+    assert some == read_prompts(mixed, "q", limit=2, seed=1)
     assert read_prompts([tmp_path / "p.txt"], "q") == ["first", "second"]
 
 

@@ -84,7 +84,9 @@ def make_data(
         DiskFullError: All shards before the present one are kept.
     """
     prompts = tokenise_prompts(
-        tokenizer, read_prompts(config.prompts, config.field, config.max_prompts), config
+        tokenizer,
+        read_prompts(config.prompts, config.field, config.max_prompts, config.seed),
+        config,
     )
     per_shard = config.prompts_per_shard
     num_shards = -(-len(prompts) // per_shard)
@@ -147,7 +149,14 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
             f"generating data with vLLM failed at its import ({error}); install vllm, or use "
             "--generator transformers"
         ) from error
-    engine = LLM(config.model, max_model_len=config.max_prompt_tokens + config.max_new_tokens)
+    length = config.max_prompt_tokens + config.max_new_tokens
+    try:
+        engine = LLM(config.model, max_model_len=length)
+    except ValueError as error:  # e.g. a context shorter than that, with vLLM's own explanation
+        raise SpecExtError(
+            f"vLLM cannot serve {config.model} with a context of {length} tokens "
+            f"(--max-prompt-tokens + --max-new-tokens): {error}"
+        ) from error
     sampling = SamplingParams(
         temperature=config.temperature, max_tokens=config.max_new_tokens, seed=config.seed
     )

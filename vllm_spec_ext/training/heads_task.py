@@ -18,7 +18,7 @@ from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target, pick_dtype
 
-_SMOOTHING = 0.95  # of the figures in progress lines
+_SMOOTHING = 0.9  # of the figures in progress lines
 
 
 class HeadsTask:

@@ -48,7 +48,8 @@ class BlockwiseTraining(Options):
     """Prompt files: .jsonl (one object a line) or text (one prompt a line), also .gz."""
 
     field: str = Field(default="prompt", min_length=1)
-    """Where a .jsonl line has its prompt: ``prompt``, ``question``, ``turns[0]``."""
+    """Where a .jsonl line has its prompt: ``prompt``, ``question``, ``turns[0]``; several names,
+    separated by commas, for files of different shapes."""
 
     data: Path | None = None
     """Token shards: read if they are complete, made otherwise. Default: RUN_DIR/data."""
@@ -66,7 +67,7 @@ class BlockwiseTraining(Options):
     """Prompts that ``transformers`` continues at the same time; vLLM decides by itself."""
 
     max_prompts: int | None = Field(default=None, ge=1)
-    """Use only this many prompts."""
+    """Use only this many prompts, drawn at random from all files."""
 
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Leave out longer prompts."""
@@ -205,7 +206,8 @@ class BlockwiseTraining(Options):
         return self.data or self.run_folder / "data"
 
 
-# A resumed run may differ in these; everything else would make it another run.
+# A resumed run may differ in these; everything else would make it another run. What decides on
+# the data is not compared by name: the state remembers a hash of the data itself.
 FREE_TO_CHANGE = frozenset(
     {
         *("out", "run_dir", "stage", "resume", "dry_run", "push_to_hub", "save_dtype"),
@@ -218,6 +220,15 @@ FREE_TO_CHANGE = frozenset(
             "prompts_per_shard",
             "cache_hidden",
         ),
-        *("device", "logit_chunk", "eval_every", "tree_nodes", "save_every", "log_every"),
+        *("field", "raw_text", "chat", "max_prompts", "max_prompt_tokens", "max_new_tokens"),
+        *(
+            "temperature",
+            "device",
+            "logit_chunk",
+            "eval_every",
+            "tree_nodes",
+            "save_every",
+            "log_every",
+        ),
     }
 )
