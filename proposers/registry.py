@@ -13,6 +13,7 @@ ENTRY_POINT_GROUP = "vllm_spec_ext.proposers"
 # name -> "module:Class"; the class carries its own ProposerInfo.
 BUILTIN = {
     "adaptive_ngram": "vllm_spec_ext.proposers.adaptive_ngram:AdaptiveNgram",
+    "blockwise": "vllm_spec_ext.proposers.blockwise:Blockwise",
     "input_copy": "vllm_spec_ext.proposers.input_copy:InputCopy",
 }
 

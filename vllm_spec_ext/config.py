@@ -132,7 +132,7 @@ class InputCopyRequest(RequestOptions):
 
 
 class AdaptiveNgramOptions(MethodOptions):
-    """Options of ``adaptive_ngram`` (adaptive trigram tree, after ADED, METHODS.md A1 and A5)."""
+    """Options of ``adaptive_ngram`` (adaptive trigram tree, after ADED)."""
 
     preset: Literal["default", "aded_reference"] = "default"
     """``aded_reference`` takes the settings of ADED's published code for every option that is
@@ -269,6 +269,23 @@ ADED_REFERENCE: Mapping[str, Any] = {
     "normalise": False,
 }
 """What ADED's published code does (METHODS.md A1); its overlay is unbounded, ours is not."""
+
+
+class BlockwiseOptions(MethodOptions):
+    """Options of ``blockwise`` (blockwise parallel decoding, METHODS.md 1)."""
+
+    model: Annotated[str, StringConstraints(min_length=1)]
+    """Folder (or Hugging Face Hub name) of the heads, made by ``vllm-spec train blockwise``."""
+
+    tree: bool = False
+    """Draft a tree of the heads' best candidates; ``num_speculative_tokens`` is then the number
+    of nodes. ``false`` drafts the chain of each head's best token."""
+
+    candidates: int = Field(default=4, ge=1, le=32)
+    """Tokens of each head that may enter the tree; unused for chains."""
+
+    min_confidence: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Leave out draft tokens whose path is, to the heads, less likely than this; 0 keeps all."""
 
 
 def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) -> OptionsT:

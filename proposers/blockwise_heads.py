@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prediction heads of blockwise parallel decoding, and their checkpoint folder.
+
+Stern et al. 2018, sec. 4: one feed-forward layer between the decoder's output and the vocabulary
+projection, with a hidden layer of width ``k * d_h``, an output of ``k * d_model``, a residual from
+its input to each of the k outputs, and the model's *own* projection for all of them.
+
+Two deviations, both on purpose. The paper's first head p_1 is the model itself here (identity),
+so the target is untouched and only the other ``num_heads = k - 1`` heads have weights. And a head
+may also see the embedding of the next token (``condition_on_next``), which the hidden state does
+not know when that token was sampled.
+
+Torch only: neither vLLM nor the trainer is imported.
+"""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
+
+from vllm_spec_ext.errors import SpecExtError
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+
+
+class HeadsConfig(BaseModel):
+    """``config.json`` of a heads folder: their shape, and the target that they belong to."""
+
+    # extra="ignore": a newer writer may add facts that an older reader does not need.
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+    model_type: Literal["vllm_spec_ext_blockwise"] = "vllm_spec_ext_blockwise"
+    format_version: Literal[1] = 1
+    target: str
+    """Name or folder of the target when the heads were trained; for people, never compared."""
+    hidden_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    tokenizer_fingerprint: str | None = None
+    """See :func:`vllm_spec_ext.fingerprint.tokenizer_fingerprint`; None = not known."""
+    num_heads: int = Field(ge=1, le=32)
+    """Heads with weights = most draft tokens in a row. The paper's k counts the target itself as
+    its first head: ``k = num_heads + 1``."""
+    head_width: int = Field(ge=1)
+    """Hidden units of each head (d_h)."""
+    block_diagonal: bool = False
+    """Each head has a private hidden layer, not all one of num_heads * head_width."""
+    condition_on_next: bool = False
+    """Heads see the embedding of the token right after the hidden state's position."""
+    training: dict[str, Any] = Field(default_factory=dict)
+    """What the heads were trained on and what they reached; for people."""
+
+    @property
+    def block_size(self) -> int:
+        """The paper's k."""
+        return self.num_heads + 1
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases of all heads."""
+        inner = self.num_heads * self.head_width
+        fan_in = self.hidden_size * (2 if self.condition_on_next else 1)
+        fan_out = self.hidden_size * (1 if self.block_diagonal else self.num_heads)
+        return inner * (fan_in + 1 + fan_out) + self.num_heads * self.hidden_size
+
+
+class BlockwiseHeads(nn.Module):
+    """All heads at once: two matrix products, no matter how many heads there are.
+
+    The output layer starts at zero, so that untrained heads predict exactly what the target's
+    own head predicts.
+    """
+
+    def __init__(self, config: HeadsConfig) -> None:
+        """Build the layers in float32; ``to(dtype, device)`` as for any module."""
+        super().__init__()
+        self.config = config
+        heads, width, size = config.num_heads, config.head_width, config.hidden_size
+        fan_in = size * (2 if config.condition_on_next else 1)
+        self.w_in = nn.Linear(fan_in, heads * width)
+        nn.init.kaiming_uniform_(self.w_in.weight, nonlinearity="relu")
+        nn.init.zeros_(self.w_in.bias)
+        if config.block_diagonal:
+            self.w_out = nn.Parameter(torch.zeros(heads, width, size))
+        else:
+            self.w_out = nn.Parameter(torch.zeros(heads * width, heads * size))
+        self.b_out = nn.Parameter(torch.zeros(heads * size))
+
+    def forward(
+        self,
+        hidden: Tensor,  # [n, hidden_size] the target's final hidden states, after the last norm
+        next_embedding: Tensor | None = None,  # [n, hidden_size] if condition_on_next
+    ) -> Tensor:
+        """States for the target's own vocabulary projection.
+
+        Returns:
+            [n, num_heads, hidden_size]: projecting row ``[:, i]`` gives the logits of the token
+            ``i + 2`` positions after the hidden state's.
+        """
+        heads, size = self.config.num_heads, self.config.hidden_size
+        inputs = hidden
+        if self.config.condition_on_next:
+            if next_embedding is None:
+                raise ValueError(
+                    "these heads are conditioned on the next token; its embedding is missing"
+                )
+            # Engines disagree on scaled embeddings (Gemma), so only the direction counts.
+            inputs = torch.cat([hidden, _unit_rms(next_embedding).to(hidden.dtype)], dim=-1)
+        inner = torch.relu(self.w_in(inputs))
+        if self.config.block_diagonal:
+            per_head = inner.view(-1, heads, self.config.head_width).transpose(0, 1)
+            delta = torch.bmm(per_head, self.w_out.to(inner.dtype)).transpose(0, 1)
+        else:
+            delta = (inner @ self.w_out.to(inner.dtype)).view(-1, heads, size)
+        delta = delta + self.b_out.to(inner.dtype).view(heads, size)
+        return hidden.unsqueeze(1) + delta
+
+
+def _unit_rms(x: Tensor) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-12)
+
+
+def load_heads(
+    path: str | Path,
+    *,
+    hidden_size: int | None = None,
+    vocab_size: int | None = None,
+    fingerprint: str | None = None,
+    num_draft_tokens: int | None = None,
+) -> tuple[HeadsConfig, BlockwiseHeads]:
+    """Read a heads folder and refuse one that belongs to another target.
+
+    Args:
+        path: Folder with ``config.json`` and ``model.safetensors``, or a Hugging Face Hub name.
+        hidden_size: The target's, if known.
+        vocab_size: The target's, if known.
+        fingerprint: Of the target's tokenizer, if known.
+        num_draft_tokens: Heads that the caller is going to use.
+
+    Raises:
+        SpecExtError: No such folder, a damaged file, a wrong target, or too few heads.
+    """
+    folder = _find_folder(path)
+    config = read_config(folder)
+    _check_target(folder, config, hidden_size, vocab_size, fingerprint)
+    if num_draft_tokens is not None and num_draft_tokens > config.num_heads:
+        raise SpecExtError(
+            f"{folder} holds {config.num_heads} heads, but {num_draft_tokens} draft tokens were "
+            f"asked for; set num_speculative_tokens to {config.num_heads} or less, or train more "
+            f"heads (vllm-spec train blockwise --num-heads {num_draft_tokens})"
+        )
+    module = BlockwiseHeads(config)
+    module.load_state_dict(_read_weights(folder, module))
+    return config, module.eval().requires_grad_(False)
+
+
+def read_config(folder: Path) -> HeadsConfig:
+    """``config.json`` of a heads folder; raises SpecExtError if it is missing or damaged."""
+    file = folder / CONFIG_NAME
+    if not file.is_file():
+        raise SpecExtError(
+            f"no {CONFIG_NAME} in {folder}; expected a folder made by 'vllm-spec train blockwise'"
+        )
+    try:
+        given = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(given, dict) or given.get("model_type") != "vllm_spec_ext_blockwise":
+            found = given.get("model_type") if isinstance(given, dict) else type(given).__name__
+            raise SpecExtError(
+                f"{file} has model_type {found!r}, expected 'vllm_spec_ext_blockwise'; 'model' of "
+                "the method blockwise is the folder of the heads, not of the target"
+            )
+        return HeadsConfig.model_validate(given)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SpecExtError(f"{file} is damaged ({error}); copy or train the heads again") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise SpecExtError(
+            f"{file}: {where}: {first['msg']}; found {first['input']!r}. The heads were written by "
+            "another version, or edited; upgrade this package or train them again"
+        ) from error
+
+
+def _find_folder(path: str | Path) -> Path:
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(path)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/"):
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(name, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]))
+        except Exception as error:
+            raise SpecExtError(
+                f"heads {name!r} are neither a folder here nor readable from the Hugging Face Hub "
+                f"({type(error).__name__}: {error})"
+            ) from error
+    raise SpecExtError(
+        f"no such folder: {folder} (looked in {Path.cwd()}); expected a folder made by "
+        "'vllm-spec train blockwise', or a Hub name like 'user/heads'"
+    )
+
+
+def _check_target(
+    folder: Path,
+    config: HeadsConfig,
+    hidden_size: int | None,
+    vocab_size: int | None,
+    fingerprint: str | None,
+) -> None:
+    wrong = []
+    if hidden_size is not None and hidden_size != config.hidden_size:
+        wrong.append(f"hidden size {config.hidden_size} (the target has {hidden_size})")
+    if vocab_size is not None and vocab_size != config.vocab_size:
+        wrong.append(f"a vocabulary of {config.vocab_size} (the target has {vocab_size})")
+    known = fingerprint is not None and config.tokenizer_fingerprint is not None
+    if known and fingerprint != config.tokenizer_fingerprint:
+        theirs, ours = str(config.tokenizer_fingerprint)[:19], str(fingerprint)[:19]
+        wrong.append(f"another tokenizer (fingerprint {theirs}…, the target's is {ours}…)")
+    if wrong:
+        raise SpecExtError(
+            f"{folder} does not fit the target: trained for {config.target} with {'; '.join(wrong)}"
+            "; serve the model that the heads were trained for, or train heads for this one"
+        )
+
+
+def _read_weights(folder: Path, module: BlockwiseHeads) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = folder / WEIGHTS_NAME
+    if not file.is_file():
+        raise SpecExtError(f"no {WEIGHTS_NAME} in {folder}; copy or train the heads again")
+    try:
+        found = load_file(file)
+    except (SafetensorError, OSError, struct.error) as error:
+        raise SpecExtError(f"{file} is damaged ({error}); copy or train the heads again") from error
+    expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    shapes = {name: tuple(value.shape) for name, value in found.items()}
+    if shapes != expected:
+        raise SpecExtError(
+            f"{file} does not match {CONFIG_NAME}: found {shapes}, expected {expected}; "
+            "both files must come from the same training run"
+        )
+    for name, value in found.items():
+        if not bool(torch.isfinite(value).all()):
+            raise SpecExtError(
+                f"{file}: {name} holds values that are not finite; train the heads again"
+            )
+    return found

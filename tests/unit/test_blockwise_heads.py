@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blockwise heads: shapes, identity at the start, and checkpoints that are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig, load_heads
+from vllm_spec_ext.training.checkpoint import default_head_width, push_to_hub, save_heads
+from vllm_spec_ext.training.evaluate import HeadFigures
+
+FIGURES = HeadFigures(
+    num_positions=10,
+    num_sequences=2,
+    target_agreement=1.0,
+    accuracy=[{"top1": 0.5, "top2": 0.6, "top3": 0.7, "top5": 0.8}] * 3,
+    position_acceptance=1.7,
+    acceptance_length=1.8,
+    tree_nodes=8,
+    tree_acceptance_length=2.0,
+)
+
+
+def make_config(**changes: object) -> HeadsConfig:
+    """Three small heads for a 16-wide target."""
+    facts: dict[str, object] = {
+        "target": "tiny",
+        "hidden_size": 16,
+        "vocab_size": 40,
+        "tokenizer_fingerprint": "a" * 64,
+        "num_heads": 3,
+        "head_width": 8,
+    }
+    return HeadsConfig.model_validate({**facts, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved heads folder with non-zero weights."""
+    config = make_config()
+    heads = BlockwiseHeads(config)
+    torch.nn.init.normal_(heads.w_out)
+    save_heads(tmp_path / "heads", config, heads, "bf16", FIGURES)
+    return tmp_path / "heads"
+
+
+@pytest.mark.parametrize("block_diagonal", [False, True])
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_untrained_heads_predict_what_the_target_predicts(
+    block_diagonal: bool, conditioned: bool
+) -> None:
+    config = make_config(block_diagonal=block_diagonal, condition_on_next=conditioned)
+    heads = BlockwiseHeads(config)
+    hidden, embedding = torch.randn(5, 16), torch.randn(5, 16)
+    out = heads(hidden, embedding if conditioned else None)
+    assert out.shape == (5, 3, 16)
+    assert torch.equal(out, hidden.unsqueeze(1).expand(5, 3, 16))
+    assert sum(p.numel() for p in heads.parameters()) == config.num_parameters
+    assert config.block_size == 4
+
+
+def test_block_diagonal_heads_do_not_see_each_other() -> None:
+    heads = BlockwiseHeads(make_config(block_diagonal=True))
+    torch.nn.init.normal_(heads.w_out)
+    hidden = torch.randn(4, 16)
+    before = heads(hidden)
+    with torch.no_grad():
+        heads.w_in.weight[:8] += 1.0  # the hidden layer of head 0
+    after = heads(hidden)
+    assert not torch.allclose(before[:, 0], after[:, 0])
+    assert torch.allclose(before[:, 1:], after[:, 1:])
+
+
+def test_conditioned_heads_ignore_the_scale_of_the_embedding() -> None:
+    heads = BlockwiseHeads(make_config(condition_on_next=True))
+    torch.nn.init.normal_(heads.w_out)
+    hidden, embedding = torch.randn(4, 16), torch.randn(4, 16)
+    assert torch.allclose(heads(hidden, embedding), heads(hidden, 24 * embedding), atol=1e-4)
+    with pytest.raises(ValueError, match="embedding is missing"):
+        heads(hidden)
+
+
+@pytest.mark.parametrize("num_heads", [2, 4, 6, 8])
+@pytest.mark.parametrize("conditioned", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_default_width_keeps_smollm2_heads_under_8_mb(
+    num_heads: int, conditioned: bool, dense: bool
+) -> None:
+    width = default_head_width(576, num_heads, dense=dense, conditioned=conditioned)
+    config = make_config(
+        hidden_size=576,
+        num_heads=num_heads,
+        head_width=width,
+        block_diagonal=not dense,
+        condition_on_next=conditioned,
+    )
+    assert 7_000_000 < config.num_parameters * 2 < 7_990_000
+
+
+def test_round_trip(folder: Path) -> None:
+    config, heads = load_heads(
+        folder, hidden_size=16, vocab_size=40, fingerprint="a" * 64, num_draft_tokens=3
+    )
+    assert config.num_heads == 3
+    assert heads.w_out.dtype == torch.float32
+    assert not any(p.requires_grad for p in heads.parameters())
+    assert config.training["acceptance_length"] == 1.8
+    assert "1.80" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"hidden_size": 32}, r"hidden size 16 \(the target has 32\).*serve the model"),
+        ({"vocab_size": 41}, r"vocabulary of 40 \(the target has 41\)"),
+        ({"fingerprint": "b" * 64}, "another tokenizer"),
+        ({"num_draft_tokens": 4}, "holds 3 heads, but 4 draft tokens.*num_speculative_tokens to 3"),
+    ],
+)
+def test_wrong_target_is_refused(folder: Path, asked: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecExtError, match=message):
+        load_heads(folder, **asked)  # type: ignore[arg-type]
+
+
+def test_damaged_and_missing_files_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecExtError, match="no such folder"):
+        load_heads(tmp_path / "nowhere")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SpecExtError, match=r"model.safetensors is damaged"):
+        load_heads(folder)
+    weights.unlink()
+    with pytest.raises(SpecExtError, match=r"no model.safetensors"):
+        load_heads(folder)
+    weights.write_bytes(whole)
+    text = json.loads((folder / "config.json").read_text())
+    changes: list[tuple[dict[str, object], str]] = [
+        ({"head_width": 9}, "does not match config.json"),
+        ({"head_width": 0}, "head_width"),
+        ({"format_version": 2}, "format_version"),
+        ({"model_type": "llama"}, "not of the target"),
+    ]
+    for change, message in changes:
+        (folder / "config.json").write_text(json.dumps({**text, **change}))
+        with pytest.raises(SpecExtError, match=message):
+            load_heads(folder)
+    (folder / "config.json").write_text('{"model_type"')
+    with pytest.raises(SpecExtError, match=r"config.json is damaged"):
+        load_heads(folder)
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    heads = BlockwiseHeads(make_config())
+    torch.nn.init.constant_(heads.b_out, float("nan"))
+    save_heads(tmp_path, make_config(), heads, "fp32", FIGURES)
+    with pytest.raises(SpecExtError, match="b_out holds values that are not finite"):
+        load_heads(tmp_path)
+
+
+def test_push_to_hub_uploads_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, str]] = []
+
+    class Api:
+        def create_repo(self, repository: str, exist_ok: bool) -> None:
+            calls.append(("create", repository))
+
+        def upload_folder(self, repo_id: str, folder_path: str) -> str:
+            calls.append((repo_id, folder_path))
+            return "https://example.invalid/commit"
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    assert push_to_hub(folder, "me/heads").startswith("https://")
+    assert calls == [("create", "me/heads"), ("me/heads", str(folder))]
+
+    def refuse(self: Api, repository: str, exist_ok: bool) -> None:
+        raise PermissionError("401")
+
+    monkeypatch.setattr(Api, "create_repo", refuse)
+    with pytest.raises(SpecExtError, match="the folder itself is complete"):
+        push_to_hub(folder, "me/heads")

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blockwise proposer on a stand-in target: chains, trees, cut-offs, refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vllm_spec_ext.config import BlockwiseOptions, parse_options
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import Draft, EngineHandle, RequestStep, StepContext
+from vllm_spec_ext.proposers.blockwise import Blockwise
+from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig
+from vllm_spec_ext.training.checkpoint import save_heads
+from vllm_spec_ext.training.evaluate import HeadFigures
+
+VOCAB, SIZE, HEADS = 40, 16, 3
+
+
+class StandInTarget(nn.Module):
+    """What the proposer uses of a vLLM model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.lm_head = nn.Linear(SIZE, VOCAB, bias=False)
+        self.embed = nn.Embedding(VOCAB, SIZE)
+        self.calls = 0
+
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        self.calls += 1
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    def embed_input_ids(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self.embed(ids)
+        return embedded
+
+
+class StandInTokenizer:
+    """A vocabulary of numbers."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"t{i}": i for i in range(VOCAB)}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [len(text) % VOCAB]
+
+
+def save(folder: Path, **changes: Any) -> tuple[Path, BlockwiseHeads]:
+    """Heads with random weights, saved; ``changes`` go to their config."""
+    facts: dict[str, Any] = {
+        "target": "stand-in",
+        "hidden_size": SIZE,
+        "vocab_size": VOCAB,
+        "num_heads": HEADS,
+        "head_width": 8,
+    }
+    config = HeadsConfig.model_validate({**facts, **changes})
+    torch.manual_seed(2)
+    heads = BlockwiseHeads(config)
+    nn.init.normal_(heads.w_out)
+    accuracy = [dict.fromkeys(("top1", "top2", "top3", "top5"), 0.5)] * HEADS
+    figures = HeadFigures(1, 1, 1.0, accuracy, 1.5, 1.5, 8, 1.6)
+    save_heads(folder, config, heads, "fp32", figures)
+    return folder, heads
+
+
+def start(
+    target: nn.Module | None, folder: Path, num_tokens: int = HEADS, **options: Any
+) -> Blockwise:
+    """A started proposer."""
+    parsed = parse_options(BlockwiseOptions, {"model": str(folder), **options}, "blockwise")
+    proposer = Blockwise(parsed)
+    proposer.start(
+        EngineHandle(
+            vocab_size=VOCAB,
+            max_model_len=128,
+            max_num_seqs=4,
+            num_speculative_tokens=num_tokens,
+            model="stand-in",
+            load_tokenizer=StandInTokenizer,
+            target=target,
+            device=torch.device("cpu"),
+        )
+    )
+    return proposer
+
+
+def step(hidden: Tensor, rooms: list[int], last: int = 5) -> StepContext:
+    """A batch in which every request just got token ``last``."""
+    requests = [
+        RequestStep(f"r{i}", np.array([1, 2, last], np.int32), 2, [last], room)
+        for i, room in enumerate(rooms)
+    ]
+    return StepContext(requests, hidden)
+
+
+def test_is_registered() -> None:
+    assert registry.load("blockwise") is Blockwise
+    assert Blockwise.needs.hidden_states
+    assert registry.info("blockwise").needs_checkpoint
+
+
+@pytest.mark.parametrize("conditioned", [False, True])
+@pytest.mark.parametrize("block_diagonal", [False, True])
+def test_chain_is_each_heads_best_token(
+    tmp_path: Path, conditioned: bool, block_diagonal: bool
+) -> None:
+    target = StandInTarget()
+    folder, heads = save(tmp_path, condition_on_next=conditioned, block_diagonal=block_diagonal)
+    proposer = start(target, folder)
+    hidden = torch.randn(4, SIZE)
+    drafts = proposer.propose(step(hidden, [3, 0, 2, 9], last=7))
+    embedding = target.embed(torch.full((4,), 7)) if conditioned else None
+    expected = target.lm_head(heads(hidden, embedding)).argmax(-1).numpy()
+    assert [len(d) for d in drafts] == [3, 0, 2, 3]
+    for row in (0, 2, 3):
+        assert drafts[row].tokens.dtype == np.int32
+        assert drafts[row].parents is None
+        assert drafts[row].tokens.tolist() == expected[row, : len(drafts[row])].tolist()
+    assert target.calls == 1
+    assert proposer.propose(step(hidden, [0, 0, 0, 0])) == [drafts[1]] * 4
+    assert target.calls == 1
+
+
+def test_batch_neighbours_do_not_change_a_draft(tmp_path: Path) -> None:
+    proposer = start(StandInTarget(), save(tmp_path)[0], tree=True)
+    hidden = torch.randn(3, SIZE)
+    together = proposer.propose(step(hidden, [6, 6, 6]))
+    alone = proposer.propose(step(hidden[1:2], [6]))[0]
+    assert np.array_equal(together[1].tokens, alone.tokens)
+
+
+def test_tree_keeps_the_contract(tmp_path: Path) -> None:
+    target = StandInTarget()
+    folder, heads = save(tmp_path)
+    proposer = start(target, folder, num_tokens=12, tree=True, candidates=3)
+    hidden = torch.randn(8, SIZE) * 0.3
+    drafts = proposer.propose(step(hidden, [12] * 8))
+    candidates = target.lm_head(heads(hidden)).topk(3).indices.numpy()
+    for row, draft in enumerate(drafts):
+        assert draft.parents is not None
+        assert len(draft) == 12
+        depths: list[int] = []
+        for token, parent in zip(draft.tokens, draft.parents, strict=True):
+            assert -1 <= parent < len(depths)
+            depths.append(0 if parent == -1 else depths[parent] + 1)
+            assert token in candidates[row, depths[-1]]
+        assert draft.tokens[0] == candidates[row, 0, 0]
+        pairs = list(zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True))
+        assert len(set(pairs)) == len(pairs)
+
+
+def test_confidence_cuts_chains_and_trees(tmp_path: Path) -> None:
+    target = StandInTarget()
+    folder, heads = save(tmp_path)
+    hidden = torch.randn(6, SIZE)
+    best = target.lm_head(heads(hidden)).softmax(-1).max(-1).values.cumprod(-1).detach().numpy()
+    cut = float(np.median(best[:, 1]))
+    chains = start(target, folder, min_confidence=cut).propose(step(hidden, [3] * 6))
+    assert [len(d) for d in chains] == (best >= cut).sum(axis=1).tolist()
+    trees = start(target, folder, tree=True, min_confidence=cut).propose(step(hidden, [3] * 6))
+    assert all(len(tree) >= min(3, len(line)) for tree, line in zip(trees, chains, strict=True))
+    nothing = start(target, folder, min_confidence=0.999999).propose(step(hidden, [3] * 6))
+    assert all(len(d) == 0 for d in nothing)
+
+
+def test_a_tree_without_branches_is_a_chain(tmp_path: Path) -> None:
+    proposer = start(StandInTarget(), save(tmp_path)[0], tree=True, candidates=1)
+    draft: Draft = proposer.propose(step(torch.randn(1, SIZE), [3]))[0]
+    assert draft.parents is None
+    assert len(draft) == 3
+
+
+def test_follows_the_dtype_of_the_hidden_states(tmp_path: Path) -> None:
+    target = StandInTarget().to(torch.bfloat16)
+    proposer = start(target, save(tmp_path, condition_on_next=True)[0])
+    draft = proposer.propose(step(torch.randn(1, SIZE, dtype=torch.bfloat16), [3]))[0]
+    assert len(draft) == 3
+
+
+def test_refusals(tmp_path: Path) -> None:
+    folder, _ = save(tmp_path)
+    target = StandInTarget()
+    with pytest.raises(SpecExtError, match="holds 3 heads, but 4 draft tokens"):
+        start(target, folder, num_tokens=4)
+    start(target, folder, num_tokens=64, tree=True)  # a tree's budget counts nodes
+    with pytest.raises(SpecExtError, match="compute_logits"):
+        start(None, folder)
+    other, _ = save(tmp_path / "other", tokenizer_fingerprint="0" * 64)
+    with pytest.raises(SpecExtError, match="another tokenizer"):
+        start(target, other)
+    target.config = type("C", (), {"hidden_size": 32})()
+    with pytest.raises(SpecExtError, match=r"hidden size 16 \(the target has 32\)"):
+        start(target, folder)
+    with pytest.raises(SpecExtError, match="model"):
+        parse_options(BlockwiseOptions, {}, "blockwise")
+
+
+def test_no_logits_on_this_rank_means_no_draft(tmp_path: Path) -> None:
+    target = StandInTarget()
+    proposer = start(target, save(tmp_path)[0])
+    target.compute_logits = lambda hidden: None  # type: ignore[method-assign]
+    assert len(proposer.propose(step(torch.randn(1, SIZE), [3]))[0]) == 0

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the trainer that need no model: prompts, shards, batches, loss, settings, files."""
+
+import errno
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from vllm_spec_ext.errors import SpecExtError, UnknownNameError
+from vllm_spec_ext.training.atomic import DiskFullError, write_bytes
+from vllm_spec_ext.training.batches import IGNORED, BatchPlan, make_batch, split_data
+from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
+from vllm_spec_ext.training.flags import parse_command_line
+from vllm_spec_ext.training.prompts import read_prompts
+from vllm_spec_ext.training.schema import BlockwiseTraining
+from vllm_spec_ext.training.shards import (
+    TokenData,
+    TokenSequence,
+    open_manifest,
+    read_data,
+    shard_path,
+    write_shard,
+)
+
+
+def make_data(lengths: list[int], prompts: list[int]) -> TokenData:
+    """Sequences of consecutive numbers; sequence i starts with 100 * i."""
+    ids = [100 * i + j for i, length in enumerate(lengths) for j in range(length)]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return TokenData(Path("x"), {}, np.array(ids, np.int32), offsets, np.array(prompts, np.int32))
+
+
+def test_prompts_from_all_shapes(tmp_path: Path) -> None:
+    lines = [{"q": "one", "turns": ["a", "b"]}, {"q": "two", "turns": ["c"]}]
+    text = "\n".join(json.dumps(line) for line in lines) + "\n\n"
+    (tmp_path / "p.jsonl").write_text(text)
+    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "p.txt").write_text("first\n\n second \n")
+    assert read_prompts([tmp_path / "p.jsonl", tmp_path / "p.jsonl.gz"], "q") == ["one", "two"] * 2
+    assert read_prompts([tmp_path / "p.jsonl"], "turns[0]") == ["a", "c"]
+    mixed = [tmp_path / "p.jsonl", tmp_path / "p.txt"]
+    assert read_prompts(mixed, "missing, turns[1],q") == ["b", "two", "first", "second"]
+    some = read_prompts(mixed, "q", limit=2, seed=1)
+    assert len(some) == 2
+    assert some == read_prompts(mixed, "q", limit=2, seed=1)
+    assert read_prompts([tmp_path / "p.txt"], "q") == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "message"),
+    [
+        ('{"q": "x"}\n{"p": "y"}', "q", r"p.jsonl:2: no 'q' in this line; found keys p.*--field"),
+        ('{"q": ["x"]}', "q", r"p.jsonl:1: 'q' is list, expected text"),
+        ('{"q": ["x"]}', "q[3]", r"p.jsonl:1: no 'q\[3\]'"),
+        ('{"q": "x"}\n{"q":', "q", r"p.jsonl:2: not a JSON object"),
+        ("", "q", "no prompts in"),
+    ],
+)
+def test_wrong_prompt_files_name_the_line(
+    tmp_path: Path, content: str, field: str, message: str
+) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(SpecExtError, match=message):
+        read_prompts([tmp_path / "p.jsonl"], field)
+
+
+def test_broken_prompt_files(tmp_path: Path) -> None:
+    with pytest.raises(SpecExtError, match="no such prompt file"):
+        read_prompts([tmp_path / "none.txt"], "q")
+    (tmp_path / "bad.txt").write_bytes(b"fine\n\xff\xfe\n")
+    with pytest.raises(SpecExtError, match=r"bad.txt:2: not UTF-8"):
+        read_prompts([tmp_path / "bad.txt"], "q")
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"fine\n" * 100)[:-12])
+    with pytest.raises(SpecExtError, match=r"cut.txt.gz: damaged gzip"):
+        read_prompts([tmp_path / "cut.txt.gz"], "q")
+
+
+def test_shards_round_trip_and_refusals(tmp_path: Path) -> None:
+    with pytest.raises(SpecExtError, match=r"no manifest.json"):
+        read_data(tmp_path)
+    open_manifest(tmp_path, {"num_shards": 2, "model": "a"})
+    write_shard(shard_path(tmp_path, 0), [TokenSequence([1, 2, 3], 1), TokenSequence([4, 5], 2)])
+    with pytest.raises(SpecExtError, match="1 of 2 shards are missing"):
+        read_data(tmp_path)
+    write_shard(shard_path(tmp_path, 1), [TokenSequence([6, 7, 8, 9], 3)])
+    data = read_data(tmp_path)
+    assert [data.sequence(i).tolist() for i in range(3)] == [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    assert data.prompt_lengths.tolist() == [1, 2, 3]
+    with pytest.raises(SpecExtError, match=r"other settings \(model: 'a' there, 'b' asked\)"):
+        open_manifest(tmp_path, {"num_shards": 2, "model": "b"})
+    path = shard_path(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(SpecExtError, match="is damaged"):
+        read_data(tmp_path)
+
+
+def test_a_full_disk_leaves_the_former_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state"
+    write_bytes(path, b"before")
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskFullError, match=r"disk full while writing .*state"):
+        write_bytes(path, b"after")
+    assert path.read_bytes() == b"before"
+    assert [p.name for p in tmp_path.iterdir()] == ["state"]
+
+
+def test_batch_positions_and_targets() -> None:
+    data = make_data([6, 4], [2, 1])
+    batch = make_batch(data, np.array([0, 1]), 3, max_length=100)
+    assert batch.token_ids.tolist() == [[0, 1, 2, 3, 4, 5], [100, 101, 102, 103, 0, 0]]
+    assert batch.rows.tolist() == [0, 0, 0, 1, 1]
+    assert batch.columns.tolist() == [1, 2, 3, 0, 1]
+    assert batch.next_tokens.tolist() == [2, 3, 4, 101, 102]
+    gone = IGNORED
+    assert batch.targets.tolist() == [
+        [3, 4, 5],
+        [4, 5, gone],
+        [5, gone, gone],
+        [102, 103, gone],
+        [103, gone, gone],
+    ]
+
+
+def test_plan_is_a_function_of_the_step_and_covers_every_epoch() -> None:
+    data = make_data([8 + i % 5 for i in range(50)], [2] * 50)
+    split = split_data(data, 100, num_held_out=3, seed=4)
+    assert len(split.held_out) == 3
+    assert not set(split.held_out) & set(split.train)
+    plan = BatchPlan(data, split.train, 2, 8, 100, 3, seed=4)
+    assert plan.batches_per_epoch == 6
+    for epoch in range(2):
+        steps = range(epoch * 6, epoch * 6 + 6)
+        seen = sorted(int(i) for step in steps for i in plan.batch(step).sequences)
+        assert seen == split.train.tolist()
+    again = BatchPlan(data, split.train, 2, 8, 100, 3, seed=4)
+    assert torch.equal(plan.batch(9).columns, again.batch(9).columns)
+    assert plan.batch(9).columns.shape[0] <= 8 * 3
+
+
+def test_data_too_short_to_learn_from() -> None:
+    with pytest.raises(SpecExtError, match="1 of 3 sequences have two tokens after their prompt"):
+        split_data(make_data([4, 4, 4], [4, 2, 3]), 100, 10, 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_chunked_loss_equals_the_plain_one(chunk: int) -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(4, 9, bias=False)
+    source = torch.randn(7, 4, requires_grad=True)
+    targets = torch.tensor([1, 2, IGNORED, 4, 5, IGNORED, 8])
+    plain = functional.cross_entropy(head(source * 2), targets, ignore_index=IGNORED)
+    expected, expected_weight = torch.autograd.grad(plain, (source, head.weight))
+    total, correct, count = backward_cross_entropy(source * 2, targets, head, chunk)
+    assert count == 5
+    assert total.item() / count == pytest.approx(plain.item(), rel=1e-5)
+    assert correct.item() == (head(source * 2).argmax(-1) == targets).sum().item()
+    torch.testing.assert_close(source.grad, expected)
+    torch.testing.assert_close(head.weight.grad, expected_weight)
+
+
+def parse(*arguments: str) -> BlockwiseTraining:
+    """Settings of a command line."""
+    return parse_command_line(BlockwiseTraining, arguments, "train", "")
+
+
+def test_settings_from_flags_and_file(tmp_path: Path) -> None:
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps({"model": "m", "out": "heads", "num-heads": 6, "loss": "all"}))
+    parsed = parse("--config", str(config), "--num-heads", "2", "--no-condition-on-next")
+    assert (parsed.num_heads, parsed.loss, parsed.condition_on_next) == (2, "all", False)
+    assert parsed.data_folder == Path("heads.run/data")
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text("model: m\nout: heads\nprompts: [a.txt, b.txt]\n")
+    assert parse("--config", str(yaml)).prompts == [Path("a.txt"), Path("b.txt")]
+    paper = parse("--model", "m", "--out", "h", "--preset", "paper", "--loss", "all")
+    assert (paper.condition_on_next, paper.block_diagonal, paper.loss) == (False, False, "all")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "h"], "needs --model"),
+        (["--model", "m", "--out", "h", "--num-heads", "0"], "num_heads.*found '0'"),
+        (["--model", "m", "--out", "h", "--loss", "some"], "loss.*found 'some'"),
+        (["--model", "m", "--out", "h", "--raw-text", "--temperature", "1"], "temperature has no"),
+        (["--config", "nowhere.json"], "cannot read the config file"),
+    ],
+)
+def test_bad_settings(arguments: list[str], message: str) -> None:
+    with pytest.raises(SpecExtError, match=message):
+        parse(*arguments)
+
+
+def test_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text('{"model": "m", "out": "h", "num_head": 3}')
+    with pytest.raises(UnknownNameError, match="Did you mean 'num_heads'"):
+        parse("--config", str(tmp_path / "c.json"))
+
+
+def test_training_imports_neither_vllm_nor_numba_nor_a_command_line_framework() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('vllm', 'typer', 'rich', 'numba'): sys.modules[name] = None\n"
+        "import vllm_spec_ext.training.blockwise, vllm_spec_ext.training.dry_run\n"
+        "assert not any(name.startswith('vllm_spec_ext.cli') for name in sys.modules)\n"
+    )
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
+
+
+def test_numba_stays_unloaded_until_it_is_needed() -> None:
+    # vLLM's CPU worker cannot start in a process that has loaded it.
+    code = (
+        "import sys, vllm_spec_ext.training.blockwise, vllm_spec_ext.proposers.blockwise\n"
+        "assert 'numba' not in sys.modules\n"
+    )
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are either whole or not there, whatever happens while they are written."""
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from vllm_spec_ext.errors import SpecExtError
+
+
+class DiskFullError(SpecExtError):
+    """No space left; the file that was to be replaced still has its former content."""
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that appears under ``path`` only when the block ends without an error.
+
+    Raises:
+        DiskFullError: No space (or quota) left; nothing has changed on disk.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(
+                f"disk full while writing {path}; everything written before is intact. Free some "
+                "space and run the same command again: it goes on where it stopped"
+            ) from error
+        raise
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace a file's content at once; raises as :func:`atomic_file`."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file at once; raises as :func:`atomic_file`."""
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        SpecExtError: Not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SpecExtError(f"{path} is damaged: {error}; delete it and run again") from error
+    if not isinstance(value, dict):
+        raise SpecExtError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value

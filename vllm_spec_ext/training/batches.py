@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sequences and positions make up batch number n: a pure function of seed and n.
+
+Nothing here has state, so a resumed run sees exactly the batches that it would have seen.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.training.shards import TokenData
+
+IGNORED = -100  # target of a head that looks past the end of the text (torch's ignore_index)
+_BUCKET = 16  # batches whose sequences are sorted by length together, to pad less
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded sequences, and the positions in them that the heads are asked about."""
+
+    sequences: NDArray[np.int64]  # [batch] numbers in the data
+    token_ids: Tensor  # [batch, length] int64, right-padded with 0
+    mask: Tensor  # [batch, length] int64, 1 = a real token
+    rows: Tensor  # [n] int64 which sequence a position is in
+    columns: Tensor  # [n] int64 position t of the hidden state in it
+    next_tokens: Tensor  # [n] int64 x_{t+1}, the target's own next token
+    targets: Tensor  # [n, num_heads] int64 x_{t+2} ..., IGNORED past the end
+
+
+@dataclass(frozen=True)
+class Split:
+    """Sequences to train on and sequences kept apart."""
+
+    train: NDArray[np.int64]
+    held_out: NDArray[np.int64]
+
+
+def used_lengths(data: TokenData, max_length: int) -> NDArray[np.int64]:
+    """[len(data)] tokens of each sequence that are used."""
+    return np.minimum(np.diff(data.offsets), max_length)
+
+
+def split_data(data: TokenData, max_length: int, num_held_out: int, seed: int) -> Split:
+    """Put some sequences aside, at most a tenth of those long enough to learn from.
+
+    Raises:
+        SpecExtError: Fewer than two sequences have two tokens after their prompt.
+    """
+    usable = np.flatnonzero(used_lengths(data, max_length) >= data.prompt_lengths + 2)
+    if len(usable) < 2:
+        raise SpecExtError(
+            f"{data.folder}: {len(usable)} of {len(data)} sequences have two tokens after their "
+            f"prompt within max_length={max_length}; expected at least 2. Add prompts or raise "
+            "--max-length"
+        )
+    order = np.random.default_rng([seed, 0]).permutation(usable)
+    count = min(num_held_out, max(1, len(usable) // 10))
+    return Split(train=np.sort(order[count:]), held_out=np.sort(order[:count]))
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: arrays have no hash
+class BatchPlan:
+    """All batches of a run."""
+
+    data: TokenData
+    sequences: NDArray[np.int64]
+    num_heads: int
+    batch_size: int
+    max_length: int
+    positions_per_sequence: int  # 0 = all
+    seed: int
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Steps of one pass over the sequences."""
+        return -(-len(self.sequences) // self.batch_size)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step, counted from 0; epochs follow each other without end."""
+        epoch, index = divmod(step, self.batches_per_epoch)
+        chosen = _epoch(self, epoch)[index]
+        random = np.random.default_rng([self.seed, 2, step])
+        return make_batch(
+            self.data,
+            chosen,
+            self.num_heads,
+            self.max_length,
+            positions_per_sequence=self.positions_per_sequence,
+            random=random,
+        )
+
+
+@lru_cache(maxsize=2)
+def _epoch(plan: BatchPlan, epoch: int) -> list[NDArray[np.int64]]:
+    """Sequence numbers of every batch of an epoch."""
+    random = np.random.default_rng([plan.seed, 1, epoch])
+    order = random.permutation(plan.sequences)
+    lengths = used_lengths(plan.data, plan.max_length)
+    size, window = plan.batch_size, plan.batch_size * _BUCKET
+    batches = []
+    for start in range(0, len(order), window):
+        part = order[start : start + window]
+        part = part[np.argsort(lengths[part], kind="stable")]
+        batches += [part[i : i + size] for i in range(0, len(part), size)]
+    return [batches[i] for i in random.permutation(len(batches))]
+
+
+def make_batch(
+    data: TokenData,
+    chosen: NDArray[np.int64],
+    num_heads: int,
+    max_length: int,
+    *,
+    positions_per_sequence: int = 0,
+    random: np.random.Generator | None = None,
+) -> Batch:
+    """Pad sequences and pick positions in them.
+
+    A position t counts from the prompt's last token (whose hidden state gives the first generated
+    token) to the last one with a token for the first head, x_{t+2}.
+
+    Args:
+        data: All sequences.
+        chosen: [batch] sequence numbers.
+        num_heads: Heads that need targets.
+        max_length: Tokens used of each sequence.
+        positions_per_sequence: Random positions per sequence; 0 = all, in order.
+        random: Source of the positions; unused for all.
+    """
+    texts = [data.sequence(int(i))[:max_length] for i in chosen]
+    width = max(len(text) for text in texts)
+    ids = np.zeros((len(texts), width), np.int64)
+    mask = np.zeros((len(texts), width), np.int64)
+    rows, columns = [], []
+    for row, (number, text) in enumerate(zip(chosen, texts, strict=True)):
+        ids[row, : len(text)] = text
+        mask[row, : len(text)] = 1
+        valid = np.arange(data.prompt_lengths[number] - 1, len(text) - 2)
+        if positions_per_sequence and random is not None and len(valid) > positions_per_sequence:
+            valid = np.sort(random.choice(valid, positions_per_sequence, replace=False))
+        columns.append(valid)
+        rows.append(np.full(len(valid), row))
+    flat_rows, flat_columns = np.concatenate(rows), np.concatenate(columns)
+    ahead = flat_columns[:, None] + np.arange(2, num_heads + 2)  # [n, num_heads]
+    inside = ahead < mask.sum(axis=1)[flat_rows][:, None]
+    targets = ids[flat_rows[:, None], np.minimum(ahead, width - 1)]
+    return Batch(
+        sequences=np.asarray(chosen, np.int64),
+        token_ids=torch.from_numpy(ids),
+        mask=torch.from_numpy(mask),
+        rows=torch.from_numpy(flat_rows),
+        columns=torch.from_numpy(flat_columns),
+        next_tokens=torch.from_numpy(ids[flat_rows, flat_columns + 1]),
+        targets=torch.from_numpy(np.where(inside, targets, IGNORED)),
+    )

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 1: what the target itself would write, as training text.
+
+Sequence-level distillation (Stern et al. 2018, sec. 6.2) made the paper's blocks longer, and
+exact acceptance compares drafts with the target's own choice, not with a human's.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.fingerprint import tokenizer_fingerprint
+from vllm_spec_ext.training.prompts import read_prompts
+from vllm_spec_ext.training.schema import BlockwiseTraining
+from vllm_spec_ext.training.shards import (
+    TokenSequence,
+    open_manifest,
+    read_data,
+    shard_path,
+    write_shard,
+)
+
+
+class Generator(Protocol):
+    """Continues prompts with the target."""
+
+    def __call__(self, prompts: Sequence[list[int]], /) -> list[list[int]]:
+        """Continuations, without the prompts, an end token included where one was produced."""
+
+
+def tokenise_prompts(
+    tokenizer: Any, prompts: Sequence[str], config: BlockwiseTraining
+) -> list[list[int]]:
+    """Prompt token ids as the target would see them, too long ones left out.
+
+    Raises:
+        SpecExtError: A chat template was demanded and there is none, or no prompt is left.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if config.chat == "always" and not has_template:
+        raise SpecExtError(f"{config.model} has no chat template; drop --chat always")
+    chat = not config.raw_text and config.chat != "never" and has_template
+    encoded = []
+    for prompt in prompts:
+        text = prompt
+        if chat:
+            message = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(
+                message, add_generation_prompt=True, tokenize=False
+            )
+        # A template writes its own start token.
+        encoded.append(tokenizer(text, add_special_tokens=not chat)["input_ids"])
+    limit = config.max_length if config.raw_text else config.max_prompt_tokens
+    if config.raw_text:
+        pieces = [ids[i : i + limit] for ids in encoded for i in range(0, len(ids), limit)]
+    else:
+        pieces = [ids for ids in encoded if len(ids) <= limit]
+    pieces = [ids for ids in pieces if ids]
+    if not pieces:
+        raise SpecExtError(
+            f"all {len(prompts)} prompts are empty or longer than {limit} tokens; raise "
+            "--max-prompt-tokens"
+        )
+    return pieces
+
+
+def make_data(
+    config: BlockwiseTraining,
+    tokenizer: Any,
+    generator: Callable[[], Generator],
+    report: Callable[[str], None] = print,
+) -> None:
+    """Fill the data folder shard by shard; shards that exist are kept.
+
+    Args:
+        config: The run's settings.
+        tokenizer: The target's Hugging Face tokenizer.
+        generator: Called once, and only if something is to be generated.
+        report: Receives progress lines.
+
+    Raises:
+        SpecExtError: Bad prompts, or the folder holds data of other settings.
+        DiskFullError: All shards before the present one are kept.
+    """
+    prompts = tokenise_prompts(
+        tokenizer,
+        read_prompts(config.prompts, config.field, config.max_prompts, config.seed),
+        config,
+    )
+    per_shard = config.prompts_per_shard
+    num_shards = -(-len(prompts) // per_shard)
+    folder = config.data_folder
+    open_manifest(folder, _manifest(config, tokenizer, prompts, num_shards))
+    todo = [i for i in range(num_shards) if not shard_path(folder, i).exists()]
+    if not todo:
+        report(f"data: all {num_shards} shards are there ({folder})")
+        return
+    generate = None if config.raw_text else generator()
+    for done, index in enumerate(todo, start=1):
+        batch = prompts[index * per_shard : (index + 1) * per_shard]
+        if generate is None:
+            sequences = [TokenSequence(ids, 1) for ids in batch]
+        else:
+            pairs = zip(batch, generate(batch), strict=True)
+            sequences = [TokenSequence([*ids, *more], len(ids)) for ids, more in pairs]
+        write_shard(shard_path(folder, index), sequences)
+        new = sum(len(s.token_ids) - s.prompt_length for s in sequences)
+        report(
+            f"data: shard {index + 1} of {num_shards}, {new} new tokens "
+            f"({done}/{len(todo)} of this run)"
+        )
+    data = read_data(folder)
+    report(f"data: {len(data)} sequences, {len(data.token_ids)} tokens ({folder})")
+
+
+def _manifest(
+    config: BlockwiseTraining, tokenizer: Any, prompts: list[list[int]], num_shards: int
+) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    for ids in prompts:
+        digest.update((",".join(map(str, ids)) + "\n").encode())
+    return {
+        "kind": "raw text" if config.raw_text else "distilled",
+        "model": config.shown_target,
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        "prompt_files": [path.name for path in config.prompts],
+        "prompts_sha256": digest.hexdigest(),
+        "num_prompts": len(prompts),
+        "num_shards": num_shards,
+        "prompts_per_shard": config.prompts_per_shard,
+        "max_new_tokens": 0 if config.raw_text else config.max_new_tokens,
+        "temperature": config.temperature,
+        "seed": config.seed,
+    }
+
+
+def vllm_generator(config: BlockwiseTraining) -> Generator:
+    """Continues with vLLM: the fastest way, on the machine that serves.
+
+    Raises:
+        SpecExtError: vLLM is not installed.
+    """
+    try:
+        from vllm import LLM, SamplingParams
+        from vllm.inputs import TokensPrompt
+    except ImportError as error:
+        raise SpecExtError(
+            f"generating data with vLLM failed at its import ({error}); install vllm, or use "
+            "--generator transformers"
+        ) from error
+    length = config.max_prompt_tokens + config.max_new_tokens
+    try:
+        engine = LLM(config.model, max_model_len=length)
+    except ValueError as error:  # e.g. a context shorter than that, with vLLM's own explanation
+        raise SpecExtError(
+            f"vLLM cannot serve {config.model} with a context of {length} tokens "
+            f"(--max-prompt-tokens + --max-new-tokens): {error}"
+        ) from error
+    sampling = SamplingParams(
+        temperature=config.temperature, max_tokens=config.max_new_tokens, seed=config.seed
+    )
+
+    def generate(prompts: Sequence[list[int]]) -> list[list[int]]:
+        inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+        outputs = engine.generate(inputs, sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return generate
+
+
+def transformers_generator(config: BlockwiseTraining, model: Any) -> Generator:
+    """Continues with Hugging Face ``generate`` in batches of similar length, left-padded.
+
+    Args:
+        config: The run's settings.
+        model: Hugging Face causal LM, on its device.
+    """
+    import torch
+
+    ends = model.generation_config.eos_token_id
+    end_ids = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    pad = min(end_ids) if end_ids else 0
+
+    def one_batch(prompts: Sequence[list[int]]) -> Iterator[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
+        mask = torch.tensor(
+            [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device
+        )
+        torch.manual_seed(config.seed + width)
+        sampling: dict[str, Any] = {"do_sample": config.temperature > 0.0}
+        if config.temperature > 0.0:
+            sampling.update(temperature=config.temperature, top_k=0, top_p=1.0)
+        with torch.inference_mode():
+            output = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=config.max_new_tokens,
+                pad_token_id=pad,
+                repetition_penalty=1.0,
+                **sampling,
+            )
+        for row in output[:, width:].tolist():
+            end = next((i + 1 for i, token in enumerate(row) if token in end_ids), len(row))
+            yield row[:end]
+
+    def generate(prompts: Sequence[list[int]]) -> list[list[int]]:
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        results: list[list[int]] = [[] for _ in prompts]
+        for start in range(0, len(order), config.generate_batch):
+            batch = order[start : start + config.generate_batch]
+            for i, more in zip(batch, one_batch([prompts[i] for i in batch]), strict=True):
+                results[i] = more
+        return results
+
+    return generate

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run would cost: measured on a few batches, nothing written."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.training.heads_task import HeadsTask
+from vllm_spec_ext.training.hidden import cache_bytes, live_states
+from vllm_spec_ext.training.loop import duration
+from vllm_spec_ext.training.prompts import read_prompts
+from vllm_spec_ext.training.schema import BlockwiseTraining
+from vllm_spec_ext.training.shards import TokenData, read_data
+from vllm_spec_ext.training.target import Target
+
+_MEASURED_STEPS = 3
+
+
+def dry_run(
+    config: BlockwiseTraining,
+    target: Target,
+    report: Callable[[str], None] = print,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Print expected steps, time and disk use.
+
+    Args:
+        config: The run's settings.
+        target: The loaded target; the measured steps train throw-away heads.
+        report: Receives the lines.
+        clock: Seconds.
+    """
+    data, invented = _data(config, target)
+    if invented:
+        prompts = len(data)
+        bound = prompts * (config.max_prompt_tokens + config.max_new_tokens) * 4
+        report(
+            f"data: not made yet; {prompts} prompts, at most {prompts * config.max_new_tokens:,} "
+            f"new tokens and {bound / 1e6:.1f} MB of shards; steps are measured on random tokens"
+        )
+    else:
+        report(f"data: {len(data)} sequences, {len(data.token_ids):,} tokens ({data.folder})")
+    task = HeadsTask(config, target, data, live_states(target))
+    seconds = _time_steps(task, clock)
+    shape = task.heads_config
+    heads_bytes = shape.num_parameters * (4 if config.save_dtype == "fp32" else 2)
+    trained = sum(p.numel() for module in task.modules.values() for p in module.parameters())
+    report(f"heads: {shape.num_heads} of width {shape.head_width}, {heads_bytes / 1e6:.2f} MB")
+    report(f"steps: {task.total_steps} of {task.plan.batch_size} sequences")
+    report(f"time: {seconds:.3f} s a step, about {duration(seconds * task.total_steps)} in all")
+    # AdamW keeps two numbers beside each weight; the old state stays until the new is whole.
+    report(f"disk: {trained * 12 * 2 / 1e6:.1f} MB for the saved state in {config.run_folder}")
+    if config.cache_hidden:
+        dtype = next(target.model.parameters()).dtype
+        size = cache_bytes(data, config.max_length, target.hidden_size, dtype)
+        report(f"disk: {size / 1e9:.2f} GB for cached hidden states")
+    if target.device.type == "cuda":
+        report(f"GPU memory: {torch.cuda.max_memory_allocated(target.device) / 1e9:.1f} GB at most")
+
+
+def _data(config: BlockwiseTraining, target: Target) -> tuple[TokenData, bool]:
+    try:
+        return read_data(config.data_folder), False
+    except SpecExtError:
+        if not config.prompts:
+            raise
+    prompts = len(read_prompts(config.prompts, config.field, config.max_prompts))
+    length = config.max_length
+    count = max(2, prompts)
+    ids = np.random.default_rng(config.seed).integers(0, target.vocab_size, count * length)
+    return (
+        TokenData(
+            Path(config.data_folder),
+            {},
+            ids.astype(np.int32),
+            np.arange(count + 1, dtype=np.int64) * length,
+            np.full(count, min(length // 2, config.max_prompt_tokens), np.int32),
+        ),
+        True,
+    )
+
+
+def _time_steps(task: HeadsTask, clock: Callable[[], float]) -> float:
+    seconds = []
+    for step in range(_MEASURED_STEPS + 1):  # the first warms up
+        start = clock()
+        task.optimizer.zero_grad(set_to_none=True)
+        task.train_step(step)
+        task.optimizer.step()
+        if task.target.device.type == "cuda":
+            torch.cuda.synchronize(task.target.device)
+        seconds.append(clock() - start)
+    return min(seconds[1:])

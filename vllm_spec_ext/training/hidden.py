@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 2: the target's final hidden states, computed per batch or kept on disk.
+
+The cache holds one row per used token: ``hidden_size * 2`` bytes each in bf16 (1.15 GB for a
+million tokens of a 576-wide model). It pays only where the target is much larger than its states.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.training.atomic import write_bytes
+from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
+from vllm_spec_ext.training.shards import TokenData, open_manifest
+from vllm_spec_ext.training.target import Target
+
+_SEQUENCES_PER_SHARD = 256
+
+HiddenSource = Callable[[Batch], Tensor]  # -> [n, hidden_size], one row per position of the batch
+
+
+def live_states(target: Target) -> HiddenSource:
+    """Run the target on every batch; gradients flow if its weights ask for them."""
+
+    def states(batch: Batch) -> Tensor:
+        device = target.device
+        hidden = target.hidden(batch.token_ids.to(device), batch.mask.to(device))
+        return hidden[batch.rows.to(device), batch.columns.to(device)]
+
+    return states
+
+
+def cache_bytes(data: TokenData, max_length: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """Disk that a cache of all sequences takes."""
+    return int(used_lengths(data, max_length).sum()) * hidden_size * dtype.itemsize
+
+
+def write_cache(
+    folder: Path,
+    target: Target,
+    data: TokenData,
+    max_length: int,
+    *,
+    batch_size: int,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Compute the states of all sequences, shard by shard; shards that exist are kept.
+
+    Raises:
+        SpecExtError: The folder holds states of another target or length.
+        DiskFullError: All shards before the present one are kept.
+    """
+    from safetensors.torch import save
+
+    dtype = next(target.model.parameters()).dtype
+    facts = {
+        "model": target.name,
+        "dtype": str(dtype),
+        "max_length": max_length,
+        "prompts_sha256": data.manifest.get("prompts_sha256"),
+        "num_tokens": len(data.token_ids),
+    }
+    open_manifest(folder, facts)
+    num_shards = -(-len(data) // _SEQUENCES_PER_SHARD)
+    for shard in range(num_shards):
+        path = _path(folder, shard)
+        if path.exists():
+            continue
+        numbers = np.arange(
+            shard * _SEQUENCES_PER_SHARD, min(len(data), (shard + 1) * _SEQUENCES_PER_SHARD)
+        )
+        parts: list[Tensor] = []
+        for start in range(0, len(numbers), batch_size):
+            batch = make_batch(data, numbers[start : start + batch_size], 1, max_length)
+            with torch.no_grad():
+                hidden = target.hidden(
+                    batch.token_ids.to(target.device), batch.mask.to(target.device)
+                )
+            parts.append(hidden[batch.mask.bool().to(hidden.device)].cpu())
+        write_bytes(path, save({"hidden": torch.cat(parts).contiguous()}))
+        report(f"hidden states: shard {shard + 1} of {num_shards}")
+
+
+def cached_states(folder: Path, target: Target, data: TokenData, max_length: int) -> HiddenSource:
+    """Read states that :func:`write_cache` wrote; files are mapped, not loaded."""
+    from safetensors import SafetensorError, safe_open
+
+    lengths = used_lengths(data, max_length)
+    files: dict[int, Any] = {}
+
+    def rows_of(number: int) -> Tensor:
+        shard, first = divmod(number, _SEQUENCES_PER_SHARD)
+        if shard not in files:
+            try:
+                files[shard] = safe_open(str(_path(folder, shard)), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise SpecExtError(
+                    f"{_path(folder, shard)} is damaged ({error}); delete it and run again"
+                ) from error
+        start = int(lengths[number - first : number].sum())
+        return files[shard].get_slice("hidden")[start : start + int(lengths[number])]
+
+    def states(batch: Batch) -> Tensor:
+        picked = []
+        for row, number in enumerate(batch.sequences):
+            picked.append(rows_of(int(number))[batch.columns[batch.rows == row]])
+        return torch.cat(picked).to(target.device)
+
+    return states
+
+
+def _path(folder: Path, shard: int) -> Path:
+    return folder / f"hidden-{shard:05d}.safetensors"

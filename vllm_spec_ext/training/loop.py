@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop that all trainers share: schedule, logging, saved states, clean stops."""
+
+import io
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.training.atomic import write_bytes
+
+STATE_NAME = "state.pt"
+LOG_NAME = "log.jsonl"
+
+
+class Task(Protocol):
+    """What is trained. Step n must not depend on anything but the modules and n."""
+
+    modules: dict[str, nn.Module]  # everything with trained weights
+    optimizer: torch.optim.Optimizer  # each group carries its peak rate as "peak_lr"
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """Forward and backward of one batch; the loop clips and steps."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures on held-out data."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How long, and how often what."""
+
+    total_steps: int
+    warmup_steps: int
+    clip: float
+    save_every: int
+    eval_every: int
+    log_every: int
+
+
+def learning_rate_factor(step: int, settings: LoopSettings) -> float:
+    """Linear rise over the warm-up, then a cosine to zero at the last step."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    rest = max(1, settings.total_steps - settings.warmup_steps)
+    return 0.5 * (1.0 + math.cos(math.pi * (step - settings.warmup_steps) / rest))
+
+
+def run_loop(
+    task: Task,
+    settings: LoopSettings,
+    folder: Path,
+    identity: dict[str, Any],
+    *,
+    resume: str = "auto",
+    report: Callable[[str], None] = print,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Train to the last step, from the folder's saved state if there is one.
+
+    Ctrl-C and SIGTERM let the running step finish, save, and raise KeyboardInterrupt.
+
+    Args:
+        task: What to train.
+        settings: How long, and how often what.
+        folder: Run folder, for the state and the log.
+        identity: Settings and data of the run; a saved state with others is refused.
+        resume: ``auto``, ``require`` or ``restart``.
+        report: Receives progress lines.
+        clock: Seconds; for the time left.
+
+    Raises:
+        SpecExtError: No state to resume, or a state of another run.
+        DiskFullError: The state could not be saved; the one before is still whole.
+    """
+    step = restore(task, folder, identity, resume)
+    if step:
+        report(f"resumed at step {step} of {settings.total_steps} ({folder / STATE_NAME})")
+    boards = _tensorboard(folder)
+    began, first = clock(), step
+    finished_step = True
+    with _stop_requested() as stop:
+        try:
+            while step < settings.total_steps:
+                finished_step = False
+                figures = _one_step(task, settings, step)
+                step += 1
+                finished_step = True
+                if step % settings.eval_every == 0 and step < settings.total_steps:
+                    figures |= task.evaluate()
+                    _log(folder, boards, step, figures)
+                    report(
+                        progress_line(step, settings.total_steps, figures, clock() - began, first)
+                    )
+                elif step % settings.log_every == 0 or step == settings.total_steps:
+                    _log(folder, boards, step, figures)
+                    report(
+                        progress_line(step, settings.total_steps, figures, clock() - began, first)
+                    )
+                if step % settings.save_every == 0 or step == settings.total_steps:
+                    save_state(task, folder, identity, step)
+                if stop.is_set():
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            # In the middle of a step the weights are half updated: the last saved state stands.
+            if finished_step:
+                save_state(task, folder, identity, step)
+                report(f"stopped; step {step} is saved, the same command goes on from there")
+            raise
+    if boards is not None:
+        boards.close()
+
+
+def _one_step(task: Task, settings: LoopSettings, step: int) -> dict[str, float]:
+    factor = learning_rate_factor(step, settings)
+    for group in task.optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+    task.optimizer.zero_grad(set_to_none=True)
+    figures = task.train_step(step)
+    weights = [p for group in task.optimizer.param_groups for p in group["params"]]
+    nn.utils.clip_grad_norm_(weights, settings.clip)
+    task.optimizer.step()
+    return figures
+
+
+def save_state(task: Task, folder: Path, identity: dict[str, Any], step: int) -> None:
+    """Write everything that step ``step`` needs, replacing the former state at once."""
+    buffer = io.BytesIO()
+    torch.save(
+        {
+            "step": step,
+            "identity": json.dumps(identity, sort_keys=True),
+            "modules": {name: module.state_dict() for name, module in task.modules.items()},
+            "optimizer": task.optimizer.state_dict(),
+        },
+        buffer,
+    )
+    write_bytes(folder / STATE_NAME, buffer.getvalue())
+
+
+def restore(task: Task, folder: Path, identity: dict[str, Any], resume: str) -> int:
+    """Load the folder's state into the task; the number of steps done, 0 without a state.
+
+    Raises:
+        SpecExtError: No state though one is required, a damaged one, or one of another run.
+    """
+    path = folder / STATE_NAME
+    if resume == "restart" or not path.exists():
+        if resume == "require":
+            raise SpecExtError(f"--resume require, but there is no {path}; drop the flag to start")
+        return 0
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        saved, step = json.loads(state["identity"]), int(state["step"])
+    except Exception as error:  # torch raises many kinds for a damaged archive
+        raise SpecExtError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); start over with "
+            "--resume restart"
+        ) from error
+    wanted = json.loads(json.dumps(identity, sort_keys=True))
+    differing = sorted(n for n in {*saved, *wanted} if saved.get(n) != wanted.get(n))
+    if differing:
+        parts = "; ".join(
+            f"{n}: {saved.get(n)!r} there, {wanted.get(n)!r} asked" for n in differing
+        )
+        raise SpecExtError(
+            f"{path} belongs to a run with other settings ({parts}); use another --out or "
+            "--run-dir, the same settings, or --resume restart"
+        )
+    for name, module in task.modules.items():
+        module.load_state_dict(state["modules"][name])
+    task.optimizer.load_state_dict(state["optimizer"])
+    return step
+
+
+def progress_line(
+    step: int, total: int, figures: Mapping[str, float], seconds: float, first: int
+) -> str:
+    """``step 40/2000  loss 3.21  ...  12 min left``."""
+    left = seconds / max(1, step - first) * (total - step)
+    shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
+    return f"step {step}/{total}  {shown}  {duration(left)} left"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _log(folder: Path, boards: Any, step: int, figures: Mapping[str, float]) -> None:
+    line = json.dumps({"step": step, **{n: round(v, 6) for n, v in figures.items()}})
+    try:
+        with open(folder / LOG_NAME, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError:
+        return  # a lost log line is no reason to stop; the state's own write reports a full disk
+    if boards is not None:
+        for name, value in figures.items():
+            boards.add_scalar(name, value, step)
+
+
+def _tensorboard(folder: Path) -> Any:
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+@contextmanager
+def _stop_requested() -> Iterator[threading.Event]:
+    """An event that Ctrl-C or SIGTERM sets; a second one acts at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    former = {name: signal.signal(name, handler) for name in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for name, old in former.items():
+            signal.signal(name, old)

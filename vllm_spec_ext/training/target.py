@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target: a Hugging Face model that gives final hidden states and projects them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_spec_ext.errors import SpecExtError
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` = the GPU if there is one; raises SpecExtError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise SpecExtError(
+            f"device {name!r} is unknown; expected auto, cpu, cuda or cuda:0"
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SpecExtError(
+            f"device {name!r} was asked for, but torch sees no GPU; use --device cpu"
+        )
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` = bfloat16 on a GPU, float32 elsewhere (most CPUs emulate bfloat16)."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+
+
+class Target:
+    """A Hugging Face causal LM, split into what heads need: states, projection, embedding."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        """Wrap a loaded model.
+
+        Raises:
+            SpecExtError: The model's projection of its final states is not its output, or it
+                lacks one of the parts.
+        """
+        self.model: Any = model
+        self.name = name
+        text_config = self.model.config.get_text_config()
+        self.hidden_size = int(text_config.hidden_size)
+        self.vocab_size = int(text_config.vocab_size)
+        self._head: nn.Module | None = self.model.get_output_embeddings()
+        self._embedding: nn.Module = self.model.get_input_embeddings()
+        self._check()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.model.parameters()).device
+
+    def hidden(
+        self,
+        token_ids: Tensor,  # [batch, length] int64, right-padded
+        mask: Tensor,  # [batch, length] int64, 1 = a real token
+    ) -> Tensor:
+        """Final hidden states after the last norm, [batch, length, hidden_size]."""
+        return self.model.base_model(
+            input_ids=token_ids, attention_mask=mask, use_cache=False
+        ).last_hidden_state
+
+    def project(self, states: Tensor) -> Tensor:
+        """Logits [n, vocab_size] of states [n, hidden_size] by the target's own projection."""
+        assert self._head is not None
+        return self._head(states.to(next(self._head.parameters()).dtype))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Input embeddings [n, hidden_size] of token ids [n]; detached, also when fine-tuning."""
+        with torch.no_grad():
+            return self._embedding(token_ids)
+
+    def _check(self) -> None:
+        """Some models scale states or logits in between; heads trained past that would be wrong."""
+        if self._head is None:
+            raise SpecExtError(f"{self.name} has no output projection; it is not a causal LM")
+        ids = torch.arange(16, device=self.device).remainder(self.vocab_size).unsqueeze(0)
+        with torch.inference_mode():
+            expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            found = self.project(self.hidden(ids, torch.ones_like(ids))[0]).float()
+        agree = (expected.argmax(-1) == found.argmax(-1)).float().mean().item()
+        if agree < 0.9:  # not 1: ties break differently in low precision
+            raise SpecExtError(
+                f"{self.name}: projecting its final hidden states gives other tokens than the "
+                f"model itself ({agree:.0%} agree); blockwise heads cannot share its projection"
+            )
+
+
+def load_target(
+    name: str, device: torch.device, dtype: torch.dtype, *, frozen: bool = True
+) -> Target:
+    """Load a target from a folder or the Hugging Face Hub.
+
+    Raises:
+        SpecExtError: It cannot be loaded, or is not suited (see :class:`Target`).
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise SpecExtError(f"cannot load the target {name!r}: {error}") from error
+    model = model.to(device).eval().requires_grad_(not frozen)
+    return Target(model, name)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The target's tokenizer; raises SpecExtError if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        hint = "" if not Path(name).is_dir() else " (is tokenizer.json in the folder?)"
+        raise SpecExtError(f"cannot load the tokenizer of {name!r}{hint}: {error}") from error
