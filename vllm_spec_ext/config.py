@@ -268,11 +268,11 @@ ADED_REFERENCE: Mapping[str, Any] = {
     "shared_weight": 1.0,
     "normalise": False,
 }
-"""What ADED's published code does (METHODS.md A1); its overlay is unbounded, ours is not."""
+"""What ADED's published code does; its overlay is unbounded, ours is not."""
 
 
 class BlockwiseOptions(MethodOptions):
-    """Options of ``blockwise`` (blockwise parallel decoding, METHODS.md 1)."""
+    """Options of ``blockwise`` (blockwise parallel decoding)."""
 
     model: Annotated[str, StringConstraints(min_length=1)]
     """Folder (or Hugging Face Hub name) of the heads, made by ``vllm-spec train blockwise``."""
@@ -315,7 +315,7 @@ def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) 
 
 
 class ExactRule(Options):
-    """Lossless: a draft token stands only if the target chose it (METHODS.md 1)."""
+    """Lossless: a draft token stands only if the target chose it."""
 
     type: Literal["exact"] = "exact"
 

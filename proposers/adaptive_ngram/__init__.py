@@ -7,50 +7,25 @@ published code, and why, stands with the options (``preset="aded_reference"`` un
 token is learned once, the prompt included; overlays are per request, forget, and are bounded;
 unknown contexts back off to one token; the search is deterministic. The draft distribution plays
 no part in acceptance, so output stays lossless whatever the estimates are.
+
+This module is light; everything compiled is loaded when the engine starts.
 """
 
-import atexit
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from vllm_spec_ext.config import AdaptiveNgramOptions, MethodOptions
-from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.fingerprint import check_fingerprint, tokenizer_fingerprint
-from vllm_spec_ext.proposers.adaptive_ngram import search as search_module
-from vllm_spec_ext.proposers.adaptive_ngram.learning import Learner
-from vllm_spec_ext.proposers.adaptive_ngram.lookup import BACKOFF, Lookup
-from vllm_spec_ext.proposers.adaptive_ngram.overlay import load_overlay, save_overlay
-from vllm_spec_ext.proposers.adaptive_ngram.search import Search, make_scratch, search_batch
-from vllm_spec_ext.proposers.adaptive_ngram.store import MAX_VOCAB, NgramStore, empty_arrays
 from vllm_spec_ext.proposers.base import (
-    EMPTY_DRAFT,
     BaseProposer,
     Draft,
     EngineHandle,
-    RequestStep,
     StepContext,
     StepOutcome,
     proposer,
 )
 
-DEFAULT_TREE_DEPTH = 12
-
-
-@dataclass
-class Counters:
-    """What happened so far, over all requests."""
-
-    steps: int = 0
-    """Requests that were searched for, one count a step."""
-    empty: int = 0
-    """Of these, searches that found nothing worth drafting."""
-    drafted: int = 0
-    """Nodes that were verified."""
-    accepted: int = 0
-    """Nodes that were accepted."""
+if TYPE_CHECKING:
+    from vllm_spec_ext.proposers.adaptive_ngram.drafter import NgramDrafter
 
 
 @proposer(
@@ -64,7 +39,9 @@ class Counters:
     cost="no model and no GPU: about 0.03 ms of one core a request and step, 164 kB a request",
 )
 class AdaptiveNgram(BaseProposer):
-    """See the module; one instance serves one engine and is not thread-safe."""
+    """See the module; one instance serves one engine."""
+
+    drafter: "NgramDrafter"
 
     def __init__(self, options: MethodOptions) -> None:
         """Keep the options; everything else happens in :meth:`start`."""
@@ -72,204 +49,21 @@ class AdaptiveNgram(BaseProposer):
             options = AdaptiveNgramOptions.model_validate(options.model_dump())
         super().__init__(options)
         self.settings: AdaptiveNgramOptions = options
-        self.counters = Counters()
-        self.store: NgramStore | None = None
-        self.fingerprint = ""
 
     def start(self, engine: EngineHandle) -> None:
-        """Open the store, check it against the engine's tokenizer, reserve tables, compile.
+        """Open the store, reserve tables, compile; raises as :class:`NgramDrafter`."""
+        from vllm_spec_ext.proposers.adaptive_ngram.drafter import NgramDrafter
 
-        Raises:
-            SpecExtError: A store or overlay that cannot be used, or a vocabulary over 2^21 - 2.
-        """
-        options = self.settings
-        if engine.vocab_size > MAX_VOCAB:
-            raise SpecExtError(
-                f"adaptive_ngram packs token ids into 21 bits: found a vocabulary of "
-                f"{engine.vocab_size}, expected at most {MAX_VOCAB}; use another method"
-            )
-        vocab_size = engine.vocab_size
-        self.base = empty_arrays(vocab_size)
-        if options.corpus is not None:
-            self.store = NgramStore(options.corpus)
-            self._check_store(self.store, engine)
-            # The sentinel row stands at the store's own vocabulary size, which may be smaller
-            # than the (padded) one of the model; ids beyond it are in no store.
-            vocab_size = self.store.header.vocab_size
-            self.base = self.store.arrays
-        self.learner = Learner(options, engine.max_num_seqs, vocab_size)
-        if options.overlay_file is not None:
-            self._tokenizer_hash(engine)
-            path = Path(options.overlay_file)
-            if path.exists():
-                load_overlay(path, self.learner.shared, self.fingerprint, vocab_size)
-            atexit.register(self.save)
-        self._last_save = self.learner.shared_clock
-        self._prepare(engine.num_speculative_tokens, engine.max_num_seqs, vocab_size)
-        self._warm_up()
-
-    def _tokenizer_hash(self, engine: EngineHandle) -> str:
-        if not self.fingerprint:
-            tokenizer = engine.load_tokenizer()
-            if tokenizer is None:
-                raise SpecExtError(
-                    "adaptive_ngram must check that its corpus or overlay_file fits the tokenizer, "
-                    "but the engine has none (skip_tokenizer_init); load the tokenizer, or leave "
-                    "out corpus and overlay_file"
-                )
-            self.fingerprint = tokenizer_fingerprint(tokenizer)
-        return self.fingerprint
-
-    def _check_store(self, store: NgramStore, engine: EngineHandle) -> None:
-        header = store.header
-        check_fingerprint(
-            header.fingerprint,
-            self._tokenizer_hash(engine),
-            f"n-gram store {store.path} (tokenizer {header.tokenizer})",
-            f"Build one with `vllm-spec corpus build --tokenizer {engine.model}`.",
-        )
-        if header.vocab_size > engine.vocab_size:
-            raise SpecExtError(
-                f"n-gram store {store.path}: found a vocabulary of {header.vocab_size}, expected "
-                f"at most the model's {engine.vocab_size}; build it with the model's own tokenizer"
-            )
-
-    def _prepare(self, budget: int, max_num_seqs: int, vocab_size: int) -> None:
-        options = self.settings
-        self._vocab_size = vocab_size
-        self._lookup = Lookup(
-            vocab_size=vocab_size,
-            backoff=BACKOFF[options.backoff],
-            backoff_weight=options.backoff_weight,
-            request_weight=options.request_weight if self.learner.per_request else 0.0,
-            shared_weight=options.shared_weight if self.learner.is_shared else 0.0,
-            request_half_life=float(options.half_life),
-            shared_half_life=float(options.half_life),
-            normalise=options.normalise,
-        )
-        mode = search_module.MCTS if options.search == "mcts" else search_module.BEST_FIRST
-        if not options.tree:
-            mode = search_module.CHAIN
-        depth = options.max_depth or (DEFAULT_TREE_DEPTH if options.tree else budget)
-        self._search = Search(
-            mode=mode,
-            max_depth=int(depth),
-            min_confidence=float(options.min_confidence),
-            iterations=options.iterations,
-            max_sequences=options.max_sequences,
-            greedy_extension=options.greedy_extension,
-        )
-        self._scratch = make_scratch(budget)
-        self._contexts = np.zeros((max_num_seqs, 2), np.int32)
-        self._slots = np.zeros(max_num_seqs, np.int64)
-        self._rooms = np.zeros(max_num_seqs, np.int64)
-        self._tokens = np.zeros((max_num_seqs, budget), np.int32)
-        self._parents = np.zeros((max_num_seqs, budget), np.int32)
-        self._probs = np.zeros((max_num_seqs, budget), np.float32)
-        self._counts = np.zeros(max_num_seqs, np.int64)
-
-    def _warm_up(self) -> None:
-        """Compile every kernel (seconds, then cached on disk), leaving no trace in the overlays."""
-        self.learner.warm_up()
-        self._contexts[0] = (-1, 0)
-        self._rooms[0] = 1
-        self._slots[0] = -1
-        self._run(1)
-
-    def _run(self, num: int) -> None:
-        search_batch(
-            self._contexts[:num],
-            self._slots[:num],
-            self._rooms[:num],
-            self.base,
-            self.learner.requests.arrays,
-            self.learner.shared.arrays,
-            self._lookup,
-            self._search,
-            self._scratch,
-            self._tokens[:num],
-            self._parents[:num],
-            self._probs[:num],
-            self._counts[:num],
-        )
+        self.drafter = NgramDrafter(self.settings, engine)
 
     def propose(self, step: StepContext) -> list[Draft]:
-        """Learn the new tokens of all requests, then draft for each; see the base class."""
-        drafts: list[Draft] = [EMPTY_DRAFT] * len(step.requests)
-        half_life = self.settings.half_life * max(1, len(step.requests))
-        self._lookup = self._lookup._replace(shared_half_life=float(half_life))
-        slots = self.learner.learn(step.requests, half_life)
-        self._save_when_due()
-        searched: list[int] = []
-        for start in range(0, len(step.requests), len(self._rooms)):
-            stop = start + len(self._rooms)
-            part = self._fill(step.requests[start:stop], slots[start:stop])
-            self._run(len(part))
-            for row, index in enumerate(part):
-                count = int(self._counts[row])
-                if count:
-                    # Copies: the arrays are used again by the next step.
-                    tokens = self._tokens[row, :count].copy()
-                    drafts[start + index] = Draft(tokens, self._parents[row, :count].copy())
-                else:
-                    self.counters.empty += 1
-            searched += part
-        self.counters.steps += len(searched)
-        return drafts
-
-    def _fill(self, requests: Sequence[RequestStep], slots: Sequence[int]) -> list[int]:
-        """Write the kernel's inputs; returns which requests are to be searched for."""
-        chosen: list[int] = []
-        for index, request in enumerate(requests):
-            room = request.room
-            if request.options.max_draft_tokens is not None:
-                room = min(room, request.options.max_draft_tokens)
-            if not request.options.enabled or room <= 0 or not len(request.token_ids):
-                continue
-            row = len(chosen)
-            tokens = request.token_ids
-            self._contexts[row] = (tokens[-2] if len(tokens) > 1 else -1, tokens[-1])
-            self._slots[row] = slots[index]
-            self._rooms[row] = room
-            chosen.append(index)
-        return chosen
+        """Learn the new tokens of all requests, then draft for each."""
+        return self.drafter.propose(step)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Count; what was accepted is learned from the tokens themselves."""
-        for outcome in outcomes:
-            self.counters.drafted += outcome.num_drafted
-            self.counters.accepted += outcome.num_accepted
+        self.drafter.observe(outcomes)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Give the requests' overlays back."""
-        self.learner.finish(request_ids)
-
-    def save(self) -> None:
-        """Write the shared overlay to ``overlay_file``; nothing without one."""
-        if self.settings.overlay_file is not None:
-            path = Path(self.settings.overlay_file)
-            save_overlay(path, self.learner.shared, self.fingerprint, self._vocab_size)
-
-    def _save_when_due(self) -> None:
-        every = self.settings.overlay_save_every
-        clock = self.learner.shared_clock
-        if self.settings.overlay_file is not None and every and clock - self._last_save >= every:
-            self._last_save = clock
-            self.save()
-
-    def metrics(self) -> dict[str, float]:
-        """Figures for logs and dashboards; reads the overlay tables, so not for every step."""
-        counters = self.counters
-        used, evicted = self.learner.occupancy()
-        return {
-            "steps": counters.steps,
-            "empty_rate": counters.empty / max(1, counters.steps),
-            "drafted": counters.drafted,
-            "accepted": counters.accepted,
-            "overlay_rows": used,
-            "overlay_evictions": evicted,
-            "overlay_bytes": self.learner.requests.num_bytes + self.learner.shared.num_bytes,
-        }
-
-
-__all__ = ["AdaptiveNgram", "Counters"]
+        self.drafter.finish(request_ids)

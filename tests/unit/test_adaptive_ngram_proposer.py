@@ -95,14 +95,14 @@ def test_drafts_the_repetition_within_the_room() -> None:
     assert len(full) == 8
     assert (len(none), len(off)) == (0, 0)
     assert two.tokens.tolist() == [3, 4]
-    assert "off" not in proposer.learner.states
+    assert "off" not in proposer.drafter.learner.states
     capped = proposer.propose(StepContext([request("new", REPEATING, max_draft_tokens=1)]))
     assert capped[0].tokens.tolist() == [3]
     proposer.observe([StepOutcome("full", 8, 3)])
-    metrics = proposer.metrics()
+    metrics = proposer.drafter.metrics()
     assert (metrics["drafted"], metrics["accepted"]) == (8, 3)
     proposer.finish(["full", "none", "two", "off", "new", "unknown"])
-    assert not proposer.learner.states
+    assert not proposer.drafter.learner.states
 
 
 def test_room_bounds_more_than_the_reserved_budget() -> None:
@@ -159,7 +159,7 @@ def test_memory_is_flat() -> None:
     growth_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     # The published code leaks over 40 kB a step: 400 MB here.
     assert growth_kb < 4_000
-    assert len(proposer.learner.states) <= 4
+    assert len(proposer.drafter.learner.states) <= 4
 
 
 def test_corpus_is_used_and_checked(tmp_path: Path) -> None:
