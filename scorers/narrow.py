@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_spec_ext.config import AnyOfRule, ExactRule, ScorerOptions
 from vllm_spec_ext.errors import RequestOptionError, SpecExtError
-from vllm_spec_ext.scorers.registry import parse_rule
+from vllm_spec_ext.scorers.rules import parse_rule
 
 EXACT = ExactRule()
 

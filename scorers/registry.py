@@ -1,145 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a user's words to a rule that runs: names, parsing, contradictions, construction."""
-
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+"""From a validated rule to a scorer that runs."""
 
 import torch
 
 from vllm_spec_ext.config import (
     AnyOfRule,
     DistanceRule,
-    ExactRule,
     MinBlockRule,
-    Options,
     ScorerOptions,
     ToleranceRule,
     TopKRule,
-    parse_options,
 )
-from vllm_spec_ext.errors import SpecExtError, UnknownNameError, UnsupportedError
 from vllm_spec_ext.scorers.base import Scorer, Verification
 from vllm_spec_ext.scorers.compose import AnyOf
 from vllm_spec_ext.scorers.distance import Distance, id_distance
 from vllm_spec_ext.scorers.distance_table import load_metric
 from vllm_spec_ext.scorers.exact import Exact
 from vllm_spec_ext.scorers.min_block import MinBlock
+from vllm_spec_ext.scorers.rules import check_rule, is_strict
 from vllm_spec_ext.scorers.tolerance import Tolerance
 from vllm_spec_ext.scorers.top_k import TopK
-
-SCHEMAS: dict[str, type[Options]] = {
-    "exact": ExactRule,
-    "top_k": TopKRule,
-    "distance": DistanceRule,
-    "min_block": MinBlockRule,
-    "tolerance": ToleranceRule,
-    "any_of": AnyOfRule,
-}
-
-# Where a rule becomes the exact one; a rule is strict if any of its conditions holds.
-_STRICT: dict[str, Callable[[Any], bool]] = {
-    "exact": lambda rule: True,
-    "top_k": lambda rule: rule.k == 1,
-    "distance": lambda rule: rule.epsilon == 0,
-    "min_block": lambda rule: rule.length == 1,
-    "tolerance": lambda rule: rule.beta == 1 or rule.tau == 0,
-    "any_of": lambda rule: all(is_strict(member) for member in rule.rules),
-}
-
-
-def names() -> list[str]:
-    """All rules that can be asked for."""
-    return list(SCHEMAS)
-
-
-def is_strict(rule: ScorerOptions) -> bool:
-    """Whether a rule's parameters make it the exact rule."""
-    return _STRICT[rule.type](rule)
-
-
-def parse_rule(given: str | Mapping[str, Any], owner: str = "scorer") -> ScorerOptions:
-    """Validate a rule as the user gave it.
-
-    Args:
-        given: ``{"type": "top_k", "k": 2}``; a bare name stands for a rule without parameters.
-        owner: Where it stood, for messages.
-
-    Raises:
-        UnknownNameError: No such rule, or no such parameter.
-        SpecExtError: No type, or a bad value.
-    """
-    if isinstance(given, str):
-        given = {"type": given}
-    if not isinstance(given, Mapping):
-        raise SpecExtError(
-            f"{owner}: found {given!r}, expected an object such as "
-            '{"type": "tolerance", "beta": 3, "tau": 1.0}'
-        )
-    if "type" not in given:
-        raise SpecExtError(f'{owner}: no "type"; expected one of {", ".join(names())}')
-    name = given["type"]
-    if not isinstance(name, str) or name not in SCHEMAS:
-        raise UnknownNameError(f"rule of {owner}", str(name), names())
-    if name == "any_of" and isinstance(given.get("rules"), list | tuple):
-        rules = [parse_rule(one, f"{owner}.rules[{i}]") for i, one in enumerate(given["rules"])]
-        for index, rule in enumerate(rules):
-            if isinstance(rule, AnyOfRule):
-                raise SpecExtError(
-                    f"{owner}.rules[{index}]: any_of inside any_of; list its rules one level up"
-                )
-        given = {**given, "rules": [rule.model_dump() for rule in rules]}
-    return cast(ScorerOptions, parse_options(SCHEMAS[name], given, f"{owner} {name}"))
-
-
-def _check_union(rule: AnyOfRule) -> None:
-    kinds = [member.type for member in rule.rules]
-    if len(kinds) < 2:
-        raise SpecExtError(f"any_of: found one rule ({kinds[0]}); give it alone, without any_of")
-    for kind in kinds:
-        if kinds.count(kind) > 1:
-            raise SpecExtError(
-                f"any_of: found {kind} {kinds.count(kind)} times; keep the loosest one"
-            )
-    for member in rule.rules:
-        if is_strict(member):
-            raise SpecExtError(
-                f"any_of: {member.type} with these parameters is the exact rule, which every rule "
-                "contains; remove it"
-            )
-    by_kind = {member.type: member for member in rule.rules}
-    top_k, tolerance = by_kind.get("top_k"), by_kind.get("tolerance")
-    if (
-        isinstance(top_k, TopKRule)
-        and isinstance(tolerance, ToleranceRule)
-        and tolerance.beta <= top_k.k
-    ):
-        raise SpecExtError(
-            f"any_of: top_k with k={top_k.k} already tolerates all that tolerance with "
-            f"beta={tolerance.beta} does; remove one of them or raise beta above k"
-        )
-
-
-def _check_sizes(
-    rule: ScorerOptions, vocab_size: int | None, num_speculative_tokens: int | None
-) -> None:
-    if isinstance(rule, AnyOfRule):
-        for member in rule.rules:
-            _check_sizes(member, vocab_size, num_speculative_tokens)
-    limit = {"top_k": "k", "tolerance": "beta"}.get(rule.type)
-    if limit and vocab_size is not None and getattr(rule, limit) >= vocab_size:
-        raise SpecExtError(
-            f"{rule.type}: found {limit}={getattr(rule, limit)}, expected less than the "
-            f"vocabulary of {vocab_size} tokens; usual values are 2 to 5"
-        )
-    if (
-        isinstance(rule, MinBlockRule)
-        and num_speculative_tokens is not None
-        and rule.length > num_speculative_tokens + 1
-    ):
-        raise SpecExtError(
-            f"min_block: found length={rule.length}, but a step yields at most "
-            f"num_speculative_tokens + 1 = {num_speculative_tokens + 1} tokens; lower length"
-        )
 
 
 def _build(rule: ScorerOptions, vocab_size: int | None) -> Scorer:
@@ -179,17 +59,8 @@ def build_scorer(
         UnsupportedError: A lossy rule without ``allow_lossy``.
         SpecExtError: Parameters that contradict each other or the model, or a bad metric.
     """
-    if options is None:
-        return Exact()
-    if isinstance(options, AnyOfRule):
-        _check_union(options)
-    _check_sizes(options, vocab_size, num_speculative_tokens)
-    if not is_strict(options) and not allow_lossy:
-        raise UnsupportedError(
-            f"scorer {options.type} changes the output: it accepts tokens that the target did not "
-            'choose. Set "allow_lossy": true beside it if you want that, or use the rule "exact".'
-        )
-    return _build(options, vocab_size)
+    check_rule(options, allow_lossy, vocab_size, num_speculative_tokens)
+    return Exact() if options is None else _build(options, vocab_size)
 
 
 def warm_up(scorer: Scorer) -> None:

@@ -6,6 +6,7 @@ The classes here are the only place where options are defined: the command line,
 No vLLM or torch import: this module loads in milliseconds.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -15,6 +16,7 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -41,6 +43,21 @@ class RequestOptions(Options):
 
     max_draft_tokens: int | None = Field(default=None, ge=0)
     """Upper bound on draft tokens per step for this request; never raises the engine's own."""
+
+    scorer: str | dict[str, Any] | None = None
+    """Acceptance rule of this request: ``"exact"``, or stricter parameters of the server's rule,
+    e.g. ``{"k": 1}``; JSON text over HTTP. It can never be looser than the server's."""
+
+    @field_validator("scorer", mode="before")
+    @classmethod
+    def _read_scorer(cls, value: Any) -> Any:
+        """HTTP's ``vllm_xargs`` carries no objects, so parameters may come as JSON text."""
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                return json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"not valid JSON: {error}") from error
+        return value
 
 
 class InputCopyOptions(MethodOptions):

@@ -20,7 +20,8 @@ from vllm_spec_ext.scorers.base import Verification
 from vllm_spec_ext.scorers.distance_table import load_metric
 from vllm_spec_ext.scorers.exact import Exact
 from vllm_spec_ext.scorers.narrow import narrow
-from vllm_spec_ext.scorers.registry import build_scorer, parse_rule
+from vllm_spec_ext.scorers.registry import build_scorer
+from vllm_spec_ext.scorers.rules import parse_rule
 from vllm_spec_ext.scorers.top_k import TopK
 
 TOP_K = {"type": "top_k", "k": 3}

@@ -13,7 +13,8 @@ from vllm_spec_ext.config import ScorerOptions
 from vllm_spec_ext.scorers.base import Verification
 from vllm_spec_ext.scorers.narrow import narrow
 from vllm_spec_ext.scorers.ranking import BLOCK, first_argmax, stands, stands_on_device
-from vllm_spec_ext.scorers.registry import build_scorer, names, parse_rule, warm_up
+from vllm_spec_ext.scorers.registry import build_scorer, warm_up
+from vllm_spec_ext.scorers.rules import names, parse_rule
 from vllm_spec_ext.scorers.tree import judging_rows, node_depths
 
 RULES: list[dict[str, Any]] = [

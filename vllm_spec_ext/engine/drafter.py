@@ -37,6 +37,7 @@ class Drafter:
         assert isinstance(spec_config, SpecExtConfig)
         settings = spec_config.spec_ext
         self._vllm_config = vllm_config
+        self._settings = settings
         self.info = registry.info(settings.method)
         self._num_draft_tokens = spec_config.num_speculative_tokens
         self._options = settings.options
@@ -68,7 +69,7 @@ class Drafter:
             "vllm-spec-ext: method %s, up to %d draft tokens a step, %s, drafts %s",
             self.info.name,
             self._num_draft_tokens,
-            "lossless" if self.info.lossless else "NOT lossless",
+            "lossless" if self._settings.lossless else f"NOT lossless ({self._settings.rule})",
             "trees" if self.info.tree else "chains",
         )
 

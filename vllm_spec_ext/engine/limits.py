@@ -87,3 +87,17 @@ def refuse_unsupported(args: Any, method: str, model: Any, parallel: Any) -> Non
     reasons = list(_reasons(args, model, parallel))
     if reasons:
         raise UnsupportedError(f"{method} does not work with " + "; nor with ".join(reasons))
+
+
+def refuse_processed_logprobs(model: Any) -> None:
+    """A relaxed rule reports the untouched target's log-probabilities, or none at all.
+
+    Raises:
+        UnsupportedError: ``logprobs_mode`` asks for log-probabilities after sampling constraints.
+    """
+    mode = str(getattr(model.logprobs_mode, "value", model.logprobs_mode))
+    if mode.startswith("processed"):
+        raise UnsupportedError(
+            f"logprobs_mode={mode!r} does not work with a relaxed acceptance rule, whose tokens "
+            "are not drawn from that distribution; use raw_logprobs or the rule exact"
+        )

@@ -8,7 +8,7 @@ Field names are those of vLLM 0.32 v1/sample/metadata.py.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,10 @@ from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.logits_processor.state import LogitsProcessors
 
 from vllm_spec_ext.engine.draft_batch import DraftBatch
-from vllm_spec_ext.scorers.tree import Walk, walk_samples
+from vllm_spec_ext.scorers.tree import Walk, walk, walk_samples
+
+# [num_rows, vocab] float32 -> ([num_nodes] bool tolerated, [num_nodes] float32 draft logits)
+Judge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def verify(
@@ -27,6 +30,7 @@ def verify(
     logits: torch.Tensor,  # [num_rows, vocab]
     metadata: Any,
     sampler: Any,
+    judge: Judge | None = None,
 ) -> tuple[SamplerOutput, Walk]:
     """Draw a token at every row and walk.
 
@@ -35,22 +39,61 @@ def verify(
         logits: The target's logits, rows as in `batch`; may be modified.
         metadata: vLLM's ``SamplingMetadata`` of the requests.
         sampler: vLLM's ``Sampler``.
+        judge: A relaxed rule: from the logits, penalties and masks applied, to the nodes it
+            tolerates and the draft tokens' logits. None is the lossless rule.
 
     Returns:
         What vLLM's rejection sampler would return, [num_requests, longest] padded with -1, and the
         accepted nodes.
     """
     expanded = expand_metadata(metadata, batch)
+    tolerated, draft_logits, raw = None, None, None
+    if judge is not None:
+        tolerated, draft_logits = judge(_masked_logits(logits, expanded, sampler))
+        if metadata.max_num_logprobs is not None:
+            raw = logits.to(torch.float32, copy=True)  # the sampler works in place
     sampled = sampler(logits=logits, sampling_metadata=expanded)
     # The walk runs on the host; vLLM's synchronous path waits for these tokens right after anyway.
     choices = sampled.sampled_token_ids.squeeze(-1).cpu().numpy()
-    walk = walk_samples(batch.parents, batch.tokens, batch.node_starts, choices)
-    emitted = torch.from_numpy(walk.emitted.astype(np.int32)).to(logits.device)
+    nodes = (batch.parents, batch.tokens, batch.node_starts, choices)
+    if tolerated is None or draft_logits is None:
+        taken = walk_samples(*nodes)
+    else:
+        taken = walk(*nodes, tolerated=tolerated, draft_logits=draft_logits)
+    emitted = torch.from_numpy(taken.emitted.astype(np.int32)).to(logits.device)
     logprobs = sampled.logprobs_tensors
     if logprobs is not None:
-        rows = torch.from_numpy(emitting_rows(batch, walk)).to(logits.device)
-        logprobs = LogprobsTensors(*(_take(part, rows) for part in logprobs[:3]))
-    return SamplerOutput(sampled_token_ids=emitted, logprobs_tensors=logprobs), walk
+        rows = torch.from_numpy(emitting_rows(batch, taken)).to(logits.device)
+        if raw is None:
+            logprobs = LogprobsTensors(*(_take(part, rows) for part in logprobs[:3]))
+        else:
+            logprobs = _logprobs_of(emitted, raw[rows], metadata.max_num_logprobs, sampler)
+    return SamplerOutput(sampled_token_ids=emitted, logprobs_tensors=logprobs), taken
+
+
+def _masked_logits(logits: torch.Tensor, expanded: Any, sampler: Any) -> torch.Tensor:
+    """Float32 logits after everything that changes what the target would choose."""
+    changes = (
+        not expanded.no_penalties
+        or expanded.bad_words_token_ids
+        or expanded.allowed_token_ids_mask is not None
+        or expanded.logitsprocs.non_argmax_invariant
+    )
+    if not changes:
+        return logits.to(torch.float32)
+    copied = logits.to(torch.float32, copy=True)
+    return sampler.apply_logits_processors(copied, expanded, False)
+
+
+def _logprobs_of(
+    emitted: torch.Tensor, raw: torch.Tensor, num_logprobs: int, sampler: Any
+) -> LogprobsTensors:
+    """Log-probabilities of tokens that need not be the target's draws, from its raw logits."""
+    values = raw if sampler.logprobs_mode == "raw_logits" else sampler.compute_logprobs(raw)
+    tokens = emitted.flatten().clamp(min=0).to(torch.int64)
+    if num_logprobs < 0:
+        num_logprobs = raw.shape[-1]
+    return sampler.gather_logprobs(values, num_logprobs, token_ids=tokens)
 
 
 def _take(part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

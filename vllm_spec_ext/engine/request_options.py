@@ -11,15 +11,23 @@ configuration asks for our methods the front end's ``InputProcessor.process_inpu
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_spec_ext.config import RequestOptions, parse_options
+from vllm_spec_ext.config import EtaOptions, RequestOptions, parse_options
 from vllm_spec_ext.errors import RequestOptionError, SpecExtError
 from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.scorers.narrow import narrow
+
+if TYPE_CHECKING:
+    from vllm_spec_ext.engine.spec_config import MethodSettings
 
 KEY = "spec_ext"
+
+# Eta sampling is a sampling parameter, so it stands beside the others: name -> EtaOptions field.
+ETA_KEYS = {"eta_cutoff": "epsilon", "eta_alpha": "alpha"}
+
 _PREFIX = KEY + "."
 _WRAPPED_BY = "_spec_ext_wrapped"
 
@@ -79,17 +87,49 @@ def _first_wrong_field(schema: type[RequestOptions], given: Mapping[str, Any]) -
     return ""
 
 
+def parse_eta(extra_args: Mapping[str, Any] | None) -> EtaOptions | None:
+    """A request's eta sampling, None if it asks for none.
+
+    Raises:
+        RequestOptionError: A value out of range, or ``eta_alpha`` alone.
+    """
+    given = {key: extra_args[key] for key in ETA_KEYS if extra_args and key in extra_args}
+    if not given:
+        return None
+    if "eta_cutoff" not in given:
+        raise RequestOptionError("eta_alpha", "given without eta_cutoff; add eta_cutoff")
+    for key, field in ETA_KEYS.items():
+        if key in given:
+            try:
+                parse_options(EtaOptions, {"epsilon": 0.0, field: given[key]}, "eta sampling")
+            except SpecExtError as error:
+                raise RequestOptionError(key, str(error)) from error
+    options = EtaOptions(epsilon=given["eta_cutoff"], alpha=given.get("eta_alpha"))
+    return options if options.epsilon else None
+
+
 def has_options(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether a request carries options of ours; most do not, and pay nothing."""
-    return any(name == KEY or name.startswith(_PREFIX) for name in extra_args or ())
+    return any(
+        name == KEY or name.startswith(_PREFIX) or name in ETA_KEYS for name in extra_args or ()
+    )
 
 
 def resolve(
-    method: str, extra_args: Mapping[str, Any] | None, prompt_token_ids: list[int], tokenizer: Any
+    settings: "MethodSettings",
+    extra_args: Mapping[str, Any] | None,
+    prompt_token_ids: list[int],
+    tokenizer: Any,
 ) -> dict[str, Any]:
-    """Extra arguments as the engine gets them: checked, and resolved against the prompt."""
-    proposer = registry.load(method)
-    options = parse_request(proposer.info.request_options, extra_args, method)
+    """Extra arguments as the engine gets them: checked, and resolved against the prompt.
+
+    Raises:
+        RequestOptionError: Naming the field.
+    """
+    parse_eta(extra_args)
+    proposer = registry.load(settings.method)
+    options = parse_request(proposer.info.request_options, extra_args, settings.method)
+    narrow(settings.rule, options.scorer, _PREFIX + "scorer")
     options = proposer.resolve_request(options, np.asarray(prompt_token_ids, np.int32), tokenizer)
     others = {
         name: value
@@ -121,7 +161,7 @@ def install_request_validation() -> None:
         try:
             # `params` is the request's own copy here; the caller's object stays as it was.
             params.extra_args = resolve(
-                self.speculative_config.spec_ext.method,
+                self.speculative_config.spec_ext,
                 params.extra_args,
                 request.prompt_token_ids or [],
                 self.tokenizer,

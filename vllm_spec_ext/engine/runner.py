@@ -14,25 +14,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_spec_ext.config import RequestOptions
 from vllm_spec_ext.engine.draft_batch import DraftBatch
 from vllm_spec_ext.engine.drafter import Drafter
+from vllm_spec_ext.engine.eta_sampler import EtaSampler
 from vllm_spec_ext.engine.node_sampling import verify
 from vllm_spec_ext.engine.platform_bugs import chain_sampling_is_broken
-from vllm_spec_ext.engine.request_options import parse_request
+from vllm_spec_ext.engine.relaxed_rule import RelaxedRule
+from vllm_spec_ext.engine.request_state import RequestState, read_request
+from vllm_spec_ext.engine.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.tree_attention import TreeAttention, unsupported_reason, with_scratch
 from vllm_spec_ext.engine.tree_plan import (
     RequestRows,
+    TreePlan,
     build_plan,
     fitting_prefix,
     is_branching,
     segment_bounds,
 )
-from vllm_spec_ext.errors import RequestOptionError
 from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext, StepOutcome
+from vllm_spec_ext.scorers.rules import is_strict
 from vllm_spec_ext.scorers.tree import Walk
 
 logger = logging.getLogger("vllm.spec_ext")
+
+GREEDY_BELOW = 1e-5  # vLLM's own threshold, v1/sample/sampler.py `_SAMPLING_EPS`
 
 
 class SpecRunnerMixin:
@@ -45,10 +50,12 @@ class SpecRunnerMixin:
     requests: dict[str, Any]
     sampler: Any
     max_model_len: int
+    speculative_config: SpecExtConfig
+    vllm_config: Any
     cudagraph_dispatcher: Any
     query_start_loc: Any
 
-    _request_options: dict[str, RequestOptions]
+    _states: dict[str, RequestState]
     _trees: dict[str, tuple[list[int], list[int]]]  # tokens and parents of branching drafts
     _tree_attention: TreeAttention | None
     _drafts_of_step: list[list[int]]  # scheduled draft tokens of each row
@@ -56,12 +63,19 @@ class SpecRunnerMixin:
 
     def init_spec_ext(self) -> None:
         """State of our own; called once, right after the runner was specialised."""
-        self._request_options = {}
+        self._states = {}
         self._trees = {}
         self._tree_attention = None
         self._drafts_of_step = []
         self._last_walk = None
         self._walk_sampled_chains = chain_sampling_is_broken(self.device)
+        settings = self.speculative_config.spec_ext
+        self._relaxed_rule: RelaxedRule | None = None
+        if settings.rule is not None and not is_strict(settings.rule):
+            vocab_size = self.vllm_config.model_config.get_vocab_size()
+            self._relaxed_rule = RelaxedRule(settings, vocab_size)
+        self._eta = EtaSampler(self.sampler.topk_topp_sampler)
+        self.sampler.topk_topp_sampler = self._eta
 
     # -- KV cache ------------------------------------------------------------------------------
 
@@ -90,7 +104,7 @@ class SpecRunnerMixin:
         if gone:
             self.drafter.finish(sorted(gone))
             for request_id in gone:
-                self._request_options.pop(request_id, None)
+                self._states.pop(request_id, None)
                 self._trees.pop(request_id, None)
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 
@@ -156,25 +170,45 @@ class SpecRunnerMixin:
         (v1/sample/ops/topk_topp_sampler.py:529).
         """
         self._last_walk = None
+        metadata = self.input_batch.sampling_metadata
+        states = [self._state_of(request_id) for request_id in self.input_batch.req_ids]
+        greedy = self._greedy_requests()
+        has_eta = any(state.eta is not None for state in states)
+        self._eta.use([s.eta for s in states], [1] * len(states), greedy, self.device)
         if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
             return super()._sample(logits, None)  # type: ignore[misc]
-        metadata = self.input_batch.sampling_metadata
         plan = self._tree_attention.plan if self._tree_attention is not None else None
-        if plan is None and not (self._walk_sampled_chains and not metadata.all_greedy):
+        broken = self._walk_sampled_chains and not metadata.all_greedy
+        if plan is None and self._relaxed_rule is None and not broken and not has_eta:
             return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
-        parents: list[Sequence[int] | None] = [None] * len(self._drafts_of_step)
-        drafts = list(self._drafts_of_step)
+        batch = self._draft_batch(plan)
+        num_rows = (np.diff(batch.node_starts) + 1).tolist()
+        self._eta.use([s.eta for s in states], num_rows, greedy, self.device)
+        judge = None
+        if self._relaxed_rule is not None:
+            judge = self._relaxed_rule.judge(batch, states, greedy)
+        assert logits is not None
+        output, self._last_walk = verify(batch, logits, metadata, self.sampler, judge)
         if plan is not None:
-            for row, request_id in enumerate(self.input_batch.req_ids):
-                if row in plan.segments:
-                    parents[row] = self._scheduled_parents(request_id, drafts[row])
-                    kept = plan.kept(row, len(drafts[row]))
-                    drafts[row] = drafts[row][:kept] + [-1] * (len(drafts[row]) - kept)
-        output, walk = verify(DraftBatch.of(drafts, parents), logits, metadata, self.sampler)
-        self._last_walk = walk
-        if plan is not None:
-            self._commit(walk)
+            self._commit(self._last_walk)
         return output
+
+    def _draft_batch(self, plan: TreePlan | None) -> DraftBatch:
+        """The drafts of this step, without what the plan had to drop."""
+        drafts = list(self._drafts_of_step)
+        parents: list[Sequence[int] | None] = [None] * len(drafts)
+        for row in plan.segments if plan is not None else ():
+            assert plan is not None
+            parents[row] = self._scheduled_parents(self.input_batch.req_ids[row], drafts[row])
+            kept = plan.kept(row, len(drafts[row]))
+            drafts[row] = drafts[row][:kept] + [-1] * (len(drafts[row]) - kept)
+        return DraftBatch.of(drafts, parents)
+
+    def _greedy_requests(self) -> list[bool]:
+        batch = self.input_batch
+        if batch.sampling_metadata.all_greedy:
+            return [True] * len(batch.req_ids)
+        return (batch.temperature_cpu[: len(batch.req_ids)] < GREEDY_BELOW).tolist()
 
     def _commit(self, walk: Walk) -> None:
         """Put the accepted tokens' KV in its place before anything counts as computed."""
@@ -279,7 +313,7 @@ class SpecRunnerMixin:
         num_tokens = int(batch.num_tokens_no_spec[row])
         num_prompt_tokens = int(batch.num_prompt_tokens[row])
         params = self.requests[request_id].sampling_params
-        options = self._options_of(request_id, params)
+        options = self._state_of(request_id).options
         if options.max_draft_tokens is not None:
             budget = min(budget, options.max_draft_tokens)
         num_left = (params.max_tokens or self.max_model_len) - (num_tokens - num_prompt_tokens)
@@ -294,18 +328,13 @@ class SpecRunnerMixin:
             temperature=params.temperature,
         )
 
-    def _options_of(self, request_id: str, params: Any) -> RequestOptions:
-        options = self._request_options.get(request_id)
-        if options is None:
-            schema = self.drafter.info.request_options
-            try:
-                options = parse_request(schema, params.extra_args, self.drafter.info.name)
-            except RequestOptionError as error:
-                # The front end refuses these; only a request that went around it comes here.
-                logger.warning("vllm-spec-ext: %s; drafting with defaults", error)
-                options = schema()
-            self._request_options[request_id] = options
-        return options
+    def _state_of(self, request_id: str) -> RequestState:
+        state = self._states.get(request_id)
+        if state is None:
+            params = self.requests[request_id].sampling_params
+            state = read_request(params, self.speculative_config.spec_ext)
+            self._states[request_id] = state
+        return state
 
     def _last_rows(self, sampled_token_ids: list[list[int]]) -> list[int]:
         """Row of the step's logits that produced each request's last new token."""

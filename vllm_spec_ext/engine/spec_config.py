@@ -6,6 +6,7 @@ which makes it take the V1 runner, leave asynchronous scheduling off and build o
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, SerializeAsAny, SkipValidation
@@ -13,17 +14,27 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_spec_ext import compat
-from vllm_spec_ext.config import MethodOptions, parse_options
-from vllm_spec_ext.engine.limits import MAX_DRAFT_TOKENS, refuse_unsupported, worker_class
+from vllm_spec_ext.config import MethodOptions, ScorerOptions, parse_options
+from vllm_spec_ext.engine.limits import (
+    MAX_DRAFT_TOKENS,
+    refuse_processed_logprobs,
+    refuse_unsupported,
+    worker_class,
+)
+from vllm_spec_ext.engine.metrics import publish_rule
 from vllm_spec_ext.engine.request_options import install_request_validation
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import ProposerInfo
+from vllm_spec_ext.scorers.rules import check_rule, is_strict, parse_rule
 
 DRAFTER_CLASS = "vllm_spec_ext.engine.drafter.Drafter"
 
 # vLLM's own speculative options that mean the same for our methods.
 VLLM_OPTIONS = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size")
+
+# Ours, for every method: the acceptance rule, and the consent that a lossy one needs.
+RULE_OPTIONS = ("scorer", "allow_lossy")
 
 
 class MethodSettings(BaseModel):
@@ -33,6 +44,13 @@ class MethodSettings(BaseModel):
 
     method: str
     options: SerializeAsAny[MethodOptions]
+    rule: ScorerOptions | None = None
+    """Acceptance rule; None is the exact, lossless one."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output is the target's own: method and rule both say so."""
+        return registry.info(self.method).lossless and (self.rule is None or is_strict(self.rule))
 
 
 @config(repr=False)
@@ -46,36 +64,55 @@ class SpecExtConfig(SpeculativeConfig):
         return (
             f"SpecExtConfig(method={self.spec_ext.method!r}, "
             f"num_speculative_tokens={self.num_speculative_tokens}, "
-            f"options={self.spec_ext.options!r})"
+            f"options={self.spec_ext.options!r}, rule={self.spec_ext.rule!r})"
         )
 
+    @property
+    def lossless(self) -> bool:
+        """Whether method and acceptance rule leave the target's output as it is."""
+        return self.spec_ext.lossless
 
-def parse_method(
-    given: Mapping[str, Any], method: str
-) -> tuple[ProposerInfo, MethodOptions, dict[str, Any]]:
+
+@dataclass(frozen=True)
+class ParsedMethod:
+    """The user's JSON, taken apart."""
+
+    info: ProposerInfo
+    options: MethodOptions
+    rule: ScorerOptions | None
+    allow_lossy: bool
+    vllm_options: dict[str, Any]  # keyword arguments of vLLM's own configuration
+
+
+def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
     """Split and validate the user's JSON.
 
     Args:
         given: Keys of ``--speculative-config``, hyphens or underscores, ``method`` included.
         method: Name of one of our methods.
 
-    Returns:
-        The method's description, its options, and vLLM's own options as keyword arguments.
-
     Raises:
-        SpecExtError: An unknown key, a wrong type or a value out of range.
+        SpecExtError: An unknown key, a wrong type, a value out of range, or a lossy rule without
+            ``allow_lossy``.
     """
     found = registry.info(method)
     values = {key.replace("-", "_"): value for key, value in given.items()}
     values.pop("method", None)
     vllm_options = {key: values.pop(key) for key in VLLM_OPTIONS if key in values}
+    rule = values.pop("scorer", None)
+    allow_lossy = values.pop("allow_lossy", False)
     for key in values:
         if key not in found.options.model_fields:
-            valid = ["method", *VLLM_OPTIONS, *found.options.model_fields]
+            valid = ["method", *VLLM_OPTIONS, *RULE_OPTIONS, *found.options.model_fields]
             raise UnknownNameError(f"option of {method}", key, valid)
+    if not isinstance(allow_lossy, bool):
+        raise SpecExtError(f"allow_lossy: found {allow_lossy!r}, expected true or false")
     options = parse_options(found.options, values, method)
-    vllm_options["num_speculative_tokens"] = _num_draft_tokens(vllm_options, found)
-    return found, options, vllm_options
+    num_draft_tokens = _num_draft_tokens(vllm_options, found)
+    vllm_options["num_speculative_tokens"] = num_draft_tokens
+    parsed_rule = None if rule is None else parse_rule(rule)
+    check_rule(parsed_rule, allow_lossy, num_speculative_tokens=num_draft_tokens)
+    return ParsedMethod(found, options, parsed_rule, allow_lossy, vllm_options)
 
 
 def _num_draft_tokens(vllm_options: Mapping[str, Any], found: ProposerInfo) -> int:
@@ -127,16 +164,21 @@ def build_spec_config(
         given[key] = value
     # create_engine_config may run twice on the same arguments; vLLM's own step leaves these behind.
     given = {key: value for key, value in given.items() if not key.startswith("target_")}
-    found, options, vllm_options = parse_method(given, method)
+    parsed = parse_method(given, method)
     refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
+    check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())
+    settings = MethodSettings(method=parsed.info.name, options=parsed.options, rule=parsed.rule)
+    if not settings.lossless:
+        refuse_processed_logprobs(target_model_config)
     result = SpecExtConfig(
         method="custom_class",
         model=DRAFTER_CLASS,
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
-        spec_ext=MethodSettings(method=found.name, options=options),
-        **vllm_options,
+        spec_ext=settings,
+        **parsed.vllm_options,
     )
     target_parallel_config.worker_cls = worker_class()
     install_request_validation()
+    publish_rule(settings.method, "exact" if settings.lossless else str(settings.rule))
     return result

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine keeps of a request's own options while it runs."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_spec_ext.config import EtaOptions, RequestOptions, ScorerOptions
+from vllm_spec_ext.engine.request_options import parse_eta, parse_request
+from vllm_spec_ext.engine.spec_config import MethodSettings
+from vllm_spec_ext.errors import RequestOptionError
+from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.scorers.narrow import narrow
+
+logger = logging.getLogger("vllm.spec_ext")
+
+
+@dataclass(frozen=True)
+class RequestState:
+    """Parsed once, when the request is first drafted for or judged."""
+
+    options: RequestOptions
+    rule: ScorerOptions | None  # None: the server's own
+    eta: EtaOptions | None
+    exact_ids: NDArray[np.int64]  # stop and EOS ids: only an exact match accepts these
+
+
+def read_request(params: Any, settings: MethodSettings) -> RequestState:
+    """Parse a request's ``SamplingParams``.
+
+    The front end has refused bad options already; what went around it runs with defaults.
+    """
+    schema = registry.info(settings.method).request_options
+    options, rule, eta = schema(), None, None
+    try:
+        options = parse_request(schema, params.extra_args, settings.method)
+        if options.scorer is not None:
+            rule = narrow(settings.rule, options.scorer)
+        eta = parse_eta(params.extra_args)
+    except RequestOptionError as error:
+        logger.warning("vllm-spec-ext: %s; the request runs with defaults", error)
+    exact = set(params.all_stop_token_ids)
+    if params.eos_token_id is not None:
+        exact.add(params.eos_token_id)
+    return RequestState(options, rule, eta, np.array(sorted(exact), np.int64))
