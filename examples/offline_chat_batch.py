@@ -17,7 +17,7 @@ REQUESTS: list[tuple[str, dict[str, object]]] = [
         "Correct the text between the tags. <text>She have two dog.</text> Answer in one line.",
         {"source_markers": ["<text>", "</text>"]},
     ),
-    ("Quote the second article of the contract.", {"source_text": "The tenant pays monthly."}),
+    ("Write the first sentence of a letter.", {"source_text": "Dear Sir, thank you for your"}),
     ("What is the capital of France?", {"enabled": False}),
 ]
 

@@ -10,16 +10,14 @@ from vllm import LLM, SamplingParams
 
 from vllm_spec_ext.cli.demo_model import ensure_demo_model
 
-CODE = """def mean(values):
-    total = 0
-    for value in values:
-        total = total + value
-    return total / len(values)
-"""
+LETTER = (
+    "Dear Ms. Alvarez, thank you for your order of 24 oak chairs. We will deliver them on Monday, "
+    "March 3, between 9 a.m. and noon. Please have the hall cleared."
+)
 
 
 def main() -> None:
-    """Let the model repeat a function, and say how much of it was drafted."""
+    """Let the model copy a letter, and say how much of it was drafted."""
     llm = LLM(
         sys.argv[1] if len(sys.argv) > 1 else str(ensure_demo_model()),
         max_model_len=1024,
@@ -27,7 +25,7 @@ def main() -> None:
         disable_log_stats=False,  # keep the counters that are read below
         speculative_config={"method": "input_copy", "num_speculative_tokens": 32},
     )
-    prompt = f"# The function\n{CODE}\n# The same function once more\n"
+    prompt = f"Letter: {LETTER}\nCopy of the letter: Dear"
     params = SamplingParams(temperature=0.0, max_tokens=48)
     answer = llm.generate(prompt, params)[0].outputs[0]
     print(answer.text)
