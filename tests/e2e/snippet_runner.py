@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Python snippets on one shared engine; a script, not a test.
 
-Reads ``{"model": folder, "results": file, "snippets": [[page, code], ...]}`` from standard input and
-writes ``{page: [{"out": text, "error": traceback or null}, ...]}`` to that file. Every ``LLM(...)``
-of a snippet gets the same engine, on the small model: an engine start costs more than all snippets
+Standard input holds ``{"model": folder, "results": file, "snippets": [[page, code], ...]}``; the
+results are ``{page: [{"out": text, "error": traceback or null}, ...]}``. Every ``LLM(...)`` of a
+snippet gets the same engine, on the small model: an engine start costs more than all snippets
 together. Snippets of a page share their names, as in a notebook.
 """
 
