@@ -74,7 +74,7 @@ def python_runs() -> dict[str, list[dict[str, str | None]]]:
             env=environment(),
             check=False,
         )
-        assert results.is_file(), done.stderr[-4000:]
+        assert results.is_file(), (done.stdout + done.stderr)[-8000:]  # vLLM logs to both
         return json.loads(results.read_text(encoding="utf-8"))
 
 

@@ -62,7 +62,7 @@ def main() -> None:
     import vllm
 
     given = json.load(sys.stdin)
-    vllm.LLM = shared_engine(given["model"])  # type: ignore[misc]
+    vllm.LLM = shared_engine(given["model"])
     sys.argv = ["snippet", given["model"]]
     pages: dict[str, dict[str, Any]] = {}
     results: dict[str, list[Run]] = {}

@@ -90,7 +90,7 @@ def test_custom_proposer_is_installed_and_drafts(tmp_path: Path) -> None:
         timeout=400,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     num_tokens, num_drafted, num_accepted = json.loads(result.read_text())
     assert num_tokens == 24
     assert num_drafted > num_accepted > 0
