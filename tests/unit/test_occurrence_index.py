@@ -66,7 +66,7 @@ def test_short_walk_agrees_where_it_promises_to(
     found = index.longest(ids(suffix), max_ngram)
     expected = by_hand(tokens, suffix, max_ngram, NO_POSITION, own=False)
     assert (found.length, found.latest) == (expected.length, expected.latest)
-    assert min(found.count, 2) == min(expected.count, 2)
+    assert min(found.num_places, 2) == min(expected.num_places, 2)
 
 
 def test_large_token_ids_and_growth_keep_every_link() -> None:

@@ -2,6 +2,7 @@
 """A request's options: both ways of writing them, and errors that name the field."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from vllm_spec_ext.engine.request_options import collect, has_options, parse_req
 from vllm_spec_ext.errors import RequestOptionError
 
 SPAN = {"source_span": [1, 3]}
+
+SETTINGS: Any = SimpleNamespace(method="input_copy", rule=None)  # what the front end knows of it
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_wrong_options_name_the_field(
 
 def test_resolving_keeps_what_is_not_ours() -> None:
     given = {"spec_ext.source_span": [1, 3], "mine": {"a": 1}}
-    assert resolve("input_copy", given, [5, 6, 7], None) == {
+    assert resolve(SETTINGS, given, [5, 6, 7], None) == {
         "mine": {"a": 1},
         "spec_ext": {"source_span": [1, 3]},
     }
@@ -85,5 +88,5 @@ def test_resolving_keeps_what_is_not_ours() -> None:
 
 def test_resolving_checks_the_prompt_and_names_the_field_as_the_client_wrote_it() -> None:
     with pytest.raises(RequestOptionError, match="the prompt has 2 tokens") as error:
-        resolve("input_copy", {"spec_ext.source_span": [1, 3]}, [5, 6], None)
+        resolve(SETTINGS, {"spec_ext.source_span": [1, 3]}, [5, 6], None)
     assert error.value.parameter == "spec_ext.source_span"
