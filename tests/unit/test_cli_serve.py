@@ -50,6 +50,16 @@ def test_config_has_the_default_length_and_only_given_options() -> None:
     assert speculative_config("input_copy", {}, 5)["num_speculative_tokens"] == 5
 
 
+def test_acceptance_rule_belongs_to_every_method() -> None:
+    given = {"scorer": {"type": "top_k", "k": 2}, "allow_lossy": True}
+    config = speculative_config("input_copy", given, 4)
+    assert config == {"method": "input_copy", "num_speculative_tokens": 4, **given}
+    with pytest.raises(SpecExtError, match="allow_lossy"):
+        speculative_config("input_copy", {"scorer": {"type": "top_k", "k": 2}}, 4)
+    with pytest.raises(SpecExtError, match="allow_lossy: found 'yes'"):
+        speculative_config("input_copy", {**given, "allow_lossy": "yes"}, 4)
+
+
 @pytest.mark.parametrize("tokens", [0, -1, MAX_DRAFT_TOKENS + 1])
 def test_length_out_of_range(tokens: int) -> None:
     with pytest.raises(SpecExtError, match=f"found {tokens}, expected 1 to 128"):

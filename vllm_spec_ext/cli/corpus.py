@@ -14,7 +14,9 @@ from rich.table import Table
 from vllm_spec_ext.errors import SpecExtError
 
 corpus_app = typer.Typer(
-    help="Build and inspect n-gram stores for adaptive_ngram.", no_args_is_help=True
+    help="Build and inspect n-gram stores for adaptive_ngram.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 

@@ -17,7 +17,9 @@ from vllm_spec_ext.compat import require
 from vllm_spec_ext.config import parse_options
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.scorers.rules import check_rule, parse_rule
 
+RULE_OPTIONS = ("scorer", "allow_lossy")  # of every method, see engine/spec_config.py
 MAX_DRAFT_TOKENS = 128  # vLLM 0.32 v1/sample/rejection_sampler.py MAX_SPEC_LEN
 
 # Options of `vllm serve` that would contradict ours.
@@ -96,7 +98,11 @@ def speculative_config(
             "num_speculative_tokens is not an option of the method; "
             "use --num-speculative-tokens N instead of --set"
         )
-    parse_options(found.options, options, method)
+    rule = {key: options[key] for key in RULE_OPTIONS if key in options}
+    others = {key: value for key, value in options.items() if key not in rule}
+    parse_options(found.options, others, method)
+    if not isinstance(rule.get("allow_lossy", False), bool):
+        raise SpecExtError(f"allow_lossy: found {rule['allow_lossy']!r}, expected true or false")
     tokens = num_speculative_tokens
     if tokens is None:
         tokens = found.num_speculative_tokens
@@ -106,6 +112,12 @@ def speculative_config(
         raise SpecExtError(
             f"--num-speculative-tokens: found {tokens}, expected 1 to {MAX_DRAFT_TOKENS} "
             "(the upper bound is vLLM's)"
+        )
+    if "scorer" in rule:
+        check_rule(
+            parse_rule(rule["scorer"]),
+            rule.get("allow_lossy", False),
+            num_speculative_tokens=tokens,
         )
     return {"method": method, "num_speculative_tokens": tokens, **options}
 

@@ -12,7 +12,9 @@ from vllm_spec_ext.config import Options
 from vllm_spec_ext.training.flags import field_help, field_kind, field_metavar, flag_name, settings
 from vllm_spec_ext.training.schema import BlockwiseTraining
 
-train_app = typer.Typer(no_args_is_help=True, help="Train heads and draft models.")
+train_app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Train heads and draft models."
+)
 
 
 def schema_command(

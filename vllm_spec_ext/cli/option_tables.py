@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Option tables of the docs, made from the schemas: ``python -m vllm_spec_ext.cli.option_tables``.
+
+A page marks where a table goes; what stands between the two marks is replaced::
+
+    <!-- options: input_copy -->
+    <!-- end of options -->
+
+``request options: METHOD`` gives the per-request options instead. ``--write docs`` rewrites the
+pages of a folder, ``--check docs`` exits with 1 if that would change one.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_spec_ext.cli.option_docs import option_docs
+from vllm_spec_ext.config import Options
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers import registry
+
+END = "<!-- end of options -->"
+_MARKED = re.compile(rf"<!-- (request )?options: (\w+) -->\n.*?{END}", re.DOTALL)
+
+
+def markdown_table(schema: type[Options]) -> str:
+    """The options of a schema as a Markdown table."""
+    lines = ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for doc in option_docs(schema):
+        default = doc.default if doc.default == "required" else f"`{doc.default}`"
+        cells = (f"`{doc.name}`", doc.type, default, doc.text)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def with_tables(page: str) -> str:
+    """A page with its tables brought up to date.
+
+    Raises:
+        UnknownNameError: A mark names a method that does not exist.
+    """
+
+    def table(mark: re.Match[str]) -> str:
+        found = registry.info(mark[2])
+        schema = found.request_options if mark[1] else found.options
+        head = f"<!-- {mark[1] or ''}options: {mark[2]} -->"
+        return f"{head}\n{markdown_table(schema)}\n{END}"
+
+    return _MARKED.sub(table, page)
+
+
+def outdated(folder: Path) -> dict[Path, str]:
+    """Pages of a folder whose tables differ from the schemas, with their new text.
+
+    Raises:
+        SpecExtError: There is no such folder.
+    """
+    if not folder.is_dir():
+        raise SpecExtError(f"found no folder {str(folder)!r}; expected the one with the docs")
+    old = {page: page.read_text(encoding="utf-8") for page in sorted(folder.glob("*.md"))}
+    new = {page: with_tables(text) for page, text in old.items()}
+    return {page: text for page, text in new.items() if text != old[page]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Option tables of the docs, from the schemas.")
+    parser.add_argument("--write", action="store_true", help="rewrite the pages (default: check)")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a page is out of date")
+    parser.add_argument("folder", type=Path)
+    given = parser.parse_args(arguments)
+    try:
+        pages = outdated(given.folder)
+    except SpecExtError as error:
+        print(f"option_tables: {error}", file=sys.stderr)
+        return 2
+    for page, text in pages.items():
+        if given.write:
+            page.write_text(text, encoding="utf-8")
+        print(f"{page}: {'written' if given.write else 'out of date; run again with --write'}")
+    return 0 if given.write or not pages else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
