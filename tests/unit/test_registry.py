@@ -70,10 +70,10 @@ def test_names_load_nothing(install: Install) -> None:
 
 def test_duplicates_are_refused(install: Install) -> None:
     install(echo="echo_package:Echo", echo_="other_package:Echo")
-    with pytest.raises(SpecExtError, match="two proposers are called 'echo'.*uninstall or rename"):
+    with pytest.raises(SpecExtError, match=r"two proposers are called 'echo'.*uninstall or rename"):
         registry.names()
     install(input_copy="echo_package:Echo")
-    with pytest.raises(SpecExtError, match="two proposers are called 'input_copy'"):
+    with pytest.raises(SpecExtError, match=r"two proposers are called 'input_copy'"):
         registry.names()
 
 
@@ -86,9 +86,9 @@ def test_classes_without_the_decorator_or_under_another_name(install: Install) -
 
 def test_modules_that_cannot_be_imported(install: Install) -> None:
     install(broken="broken_package:Broken", missing="echo_package:Nothing")
-    with pytest.raises(SpecExtError, match="'broken' .*cannot be imported: No module named"):
+    with pytest.raises(SpecExtError, match=r"'broken' .*cannot be imported: No module named"):
         registry.load("broken")
-    with pytest.raises(SpecExtError, match="'missing' .*cannot be imported"):
+    with pytest.raises(SpecExtError, match=r"'missing' .*cannot be imported"):
         registry.load("missing")
 
 

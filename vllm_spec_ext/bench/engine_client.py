@@ -108,6 +108,10 @@ class EngineClient:
             "run", list(indices), concurrency, stream, on_progress=on_answer, on_step=on_step
         )
 
+    def score(self, answers: Sequence[tuple[int, Sequence[int]]]) -> list[float]:
+        """Sum of the token log-probabilities of each answer (question index, tokens)."""
+        return self._ask("score", list(answers))
+
     def pause(self) -> None:
         """Stop all processes of the engine; it then takes no CPU time at all."""
         self._signal(signal.SIGSTOP)
