@@ -83,6 +83,9 @@ class StepContext:
 
     requests: Sequence[RequestStep]
     hidden_states: "torch.Tensor | None" = None  # [num_requests, hidden] if Needs.hidden_states
+    min_probability: float | None = None
+    """A draft token that is accepted with a smaller probability costs more time than it saves, as
+    measured on this machine at this batch size; None while that is not known."""
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,13 @@ HOOKS: tuple[Hook, ...] = (
         "ModelConfig",
         "kinds of model that we must refuse",
         kind="class",
-        names=("is_encoder_decoder", "is_hybrid", "is_attention_free", "max_model_len"),
+        names=(
+            "is_encoder_decoder",
+            "is_hybrid",
+            "is_attention_free",
+            "max_model_len",
+            "logprobs_mode",
+        ),
     ),
     Hook(
         "vllm.config.model",
@@ -344,6 +350,12 @@ HOOKS: tuple[Hook, ...] = (
         "expand_batch_to_tokens",
         "probed at start: on CPU it loses sampling parameters in vLLM 0.32",
         names=("x", "cu_num_tokens", "num_tokens"),
+    ),
+    Hook(
+        "vllm.v1.sample.ops.topk_topp_sampler",
+        "apply_top_k_top_p",
+        "eta sampling comes right behind top-k and top-p",
+        names=("logits", "k", "p"),
     ),
     Hook("vllm.config.compilation", "CUDAGraphMode", "names the full graphs", kind="class"),
 )

@@ -91,6 +91,10 @@ class InputCopyOptions(MethodOptions):
     """Draft at most this many tokens for each token that agrees with the source so far, and at
     least ``first_draft``: a weak match then costs little. 0 always drafts to the cap."""
 
+    pays: bool = True
+    """Draft only as far as a token's chance of acceptance, learned while serving, is worth the
+    time that verifying it costs on this machine at this batch size."""
+
     first_draft: int = Field(default=12, ge=1)
     """Draft tokens after the weakest match, see ``growth``."""
 
@@ -188,6 +192,10 @@ class AdaptiveNgramOptions(MethodOptions):
     greedy_extension: bool = False
     """Append to every sequence of ``mcts`` its most probable next token."""
 
+    pays: bool = True
+    """Raise or lower ``min_confidence`` to what verifying a token costs on this machine at this
+    batch size, once that has been measured; acceptance is learned while serving."""
+
     min_confidence: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Nodes whose path has a lower estimated probability are not drafted; a step in which no node
     reaches it is not speculated on at all. Must be 0 where ``normalise`` is off."""
@@ -273,6 +281,7 @@ ADED_REFERENCE: Mapping[str, Any] = {
     "max_depth": 4,
     "iterations": 150,
     "max_sequences": 24,
+    "pays": False,
     "greedy_extension": True,
     "min_confidence": 0.0,
     "backoff": "off",

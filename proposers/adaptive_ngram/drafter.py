@@ -17,6 +17,7 @@ from vllm_spec_ext.proposers.adaptive_ngram.lookup import BACKOFF, Lookup
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import load_overlay, save_overlay
 from vllm_spec_ext.proposers.adaptive_ngram.search import Search, make_scratch, search_batch
 from vllm_spec_ext.proposers.adaptive_ngram.store import MAX_VOCAB, NgramStore, empty_arrays
+from vllm_spec_ext.proposers.adaptive_ngram.worth import Worth
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     Draft,
@@ -54,6 +55,7 @@ class NgramDrafter:
         """
         self.settings = options
         self.counters = Counters()
+        self._worth = Worth()
         self.store: NgramStore | None = None
         self.fingerprint = ""
         if engine.vocab_size > MAX_VOCAB:
@@ -173,6 +175,9 @@ class NgramDrafter:
         self._lookup = self._lookup._replace(shared_half_life=float(half_life))
         slots = self.learner.learn(step.requests, half_life)
         self._save_when_due()
+        if self.settings.pays and step.min_probability is not None:
+            confidence = self._worth.confidence(step.min_probability)
+            self._search = self._search._replace(min_confidence=confidence)
         searched: list[int] = []
         for start in range(0, len(step.requests), len(self._rooms)):
             stop = start + len(self._rooms)
@@ -184,6 +189,8 @@ class NgramDrafter:
                     # Copies: the arrays are used again by the next step.
                     tokens = self._tokens[row, :count].copy()
                     drafts[start + index] = Draft(tokens, self._parents[row, :count].copy())
+                    expected = float(self._probs[row, :count].sum())
+                    self._worth.drafted(step.requests[start + index].request_id, expected)
                 else:
                     self.counters.empty += 1
             searched += part
@@ -212,10 +219,13 @@ class NgramDrafter:
         for outcome in outcomes:
             self.counters.drafted += outcome.num_drafted
             self.counters.accepted += outcome.num_accepted
+            self._worth.verified(outcome.request_id, outcome.num_accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Give the requests' overlays back."""
         self.learner.finish(request_ids)
+        for request_id in request_ids:
+            self._worth.forget(request_id)
 
     def save(self) -> None:
         """Write the shared overlay to ``overlay_file``; nothing without one."""

@@ -2,6 +2,7 @@
 """Engines on a tiny random model, in the test process, shared by all tests of the folder."""
 
 import os
+import sys
 
 # Before vLLM is imported anywhere: engines in this process, a small cache, no downloads.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -37,7 +38,8 @@ def _one_process_many_engines() -> Iterator[None]:
     """Let several engines live in one process.
 
     vLLM 0.32's CPU worker registers its kernels once per worker and trips over llvmlite when it
-    does so after numba was imported (triton_utils/dispatcher.py:139); once is enough.
+    does so after numba was imported (triton_utils/dispatcher.py:139), as the unit tests do when
+    they are collected; once is enough, and llvmlite holds none of the kernels.
     """
     from vllm.triton_utils import dispatcher
 
@@ -47,12 +49,19 @@ def _one_process_many_engines() -> Iterator[None]:
     def register_once(overrides: Any) -> None:
         if not seen:
             seen.append(True)
-            original(overrides)
+            hidden = {name: sys.modules[name] for name in sys.modules if "llvmlite" in name}
+            for name in hidden:
+                del sys.modules[name]
+            try:
+                original(overrides)
+            finally:
+                sys.modules.update(hidden)
 
     patch = pytest.MonkeyPatch()
     patch.setattr(dispatcher, "register_kernels", register_once)
     patch.setitem(registry.BUILTIN, "oracle", "drafters:Oracle")
     patch.setitem(registry.BUILTIN, "noise", "drafters:Noise")
+    patch.setitem(registry.BUILTIN, "fixed", "drafters:Fixed")
     yield
     patch.undo()
 

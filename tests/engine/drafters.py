@@ -80,7 +80,7 @@ class Oracle(Recorder):
 
 def _hide_in_tree(right: list[int], room: int, branches: int, rng: random.Random) -> Draft:
     """A tree whose later branches hold the right tokens, forking at the root and below it."""
-    tokens: list[int] = []
+    tokens: list[int] = Field(default_factory=list)
     parents: list[int] = []
 
     def add(branch: Sequence[int], parent: int) -> int:
@@ -121,3 +121,33 @@ class Noise(Recorder):
         position = request.num_output_tokens
         following = options.truth[position : position + request.room]
         return chain([(token + 11) % 500 for token in following])
+
+
+class FixedRequest(RequestOptions):
+    """The draft itself, the same in every step."""
+
+    tokens: list[int] = Field(default_factory=list)
+    parents: list[int] | None = None
+
+
+@proposer(
+    "fixed",
+    summary="Test drafter that drafts what the request says.",
+    request_options=FixedRequest,
+    num_speculative_tokens=16,
+    tree=True,
+)
+class Fixed(Recorder):
+    """Drafts one given tree or chain, whatever came before."""
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        return [self._draft(request) for request in step.requests]
+
+    @staticmethod
+    def _draft(request: RequestStep) -> Draft:
+        options = request.options
+        assert isinstance(options, FixedRequest)
+        tokens = np.array(options.tokens[: request.room], np.int32)
+        if options.parents is None:
+            return chain(tokens)
+        return Draft(tokens, np.array(options.parents[: len(tokens)], np.int32))

@@ -116,7 +116,7 @@ def test_eta_cuts_what_is_improbable(make_engine: Any) -> None:
         given.extra_args.update(eta_cutoff=0.999, eta_alpha=1e6)
         params.append(given)
     assert tokens(engine.generate(PROMPTS, params, use_tqdm=False)) == tokens(greedy)
+    bad = sampling_params({})
+    bad.extra_args = {"eta_cutoff": 2.0}
     with pytest.raises(VLLMValidationError, match="eta_cutoff"):
-        bad = sampling_params({})
-        bad.extra_args = {"eta_cutoff": 2.0}
         engine.generate(PROMPTS[0], bad, use_tqdm=False)

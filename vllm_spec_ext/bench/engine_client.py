@@ -25,6 +25,7 @@ from vllm_spec_ext.errors import SpecExtError
 
 CHILD_MODULE = "vllm_spec_ext.bench.engine_process"
 STOP_TIMEOUT_S = 20.0
+SILENCE_S = 900.0  # an engine that starts, warms up or answers one prompt for longer has died
 MAX_MESSAGE = 500  # characters; vLLM's validation errors list everything it knows
 
 # What vLLM raises only to say that the reason stands further up in the log.
@@ -55,6 +56,9 @@ class EngineClient:
         alive, self.alive = os.pipe()  # if it closes without a byte, we were killed
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes half the machine
+        # An engine may be paused while its last, empty step is under way; with vLLM's default of
+        # 300 s it would die when it is woken up again.
+        env.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "86400")
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", CHILD_MODULE, str(child.fileno()), str(alive)],
@@ -104,6 +108,10 @@ class EngineClient:
             "run", list(indices), concurrency, stream, on_progress=on_answer, on_step=on_step
         )
 
+    def score(self, answers: Sequence[tuple[int, Sequence[int]]]) -> list[float]:
+        """Sum of the token log-probabilities of each answer (question index, tokens)."""
+        return self._ask("score", list(answers))
+
     def pause(self) -> None:
         """Stop all processes of the engine; it then takes no CPU time at all."""
         self._signal(signal.SIGSTOP)
@@ -152,6 +160,8 @@ class EngineClient:
         try:
             self.pipe.send((command, arguments))
             while True:
+                if not self.pipe.poll(SILENCE_S):
+                    raise EngineFailed(self._explain(f"no sign of life for {SILENCE_S:.0f} s"))
                 kind, value = self.pipe.recv()
                 self.busy = kind in ("step", "progress")
                 if kind == "ok":

@@ -68,6 +68,16 @@ class EngineServer:
             rss_bytes=resident_bytes(os.getpgrp()),
         )
 
+    def score(self, answers: Sequence[tuple[int, Sequence[int]]]) -> list[float]:
+        """Log-probability of each answer to a question's first turn, under this engine."""
+        engine = self._started()
+        scores = []
+        for index, answer in answers:
+            prompt = engine.encode(self.questions[index].opening)
+            scores.append(engine.log_prob(prompt, answer))
+            self.pipe.send(("progress", index))
+        return scores
+
     def close(self) -> None:
         """End the engine, if there is one."""
         if self.engine is not None:

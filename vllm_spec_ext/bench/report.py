@@ -22,6 +22,7 @@ HEADINGS = [
     "speed-up",
     "TTFT ms",
     "drafter us",
+    "lossless",
     "identical",
 ]
 
@@ -37,6 +38,7 @@ def overview(result: BenchResult) -> tuple[list[str], list[Row]]:
             _spread(summary.speed_up, 2, unit="x"),
             _number(summary.first_token_ms.median, 0),
             _drafter_times(summary),
+            _lossless(summary, result),
             _identical(summary, result),
         ]
         for summary in result.summaries()
@@ -57,6 +59,22 @@ def by_category(result: BenchResult) -> tuple[list[str], list[Row]]:
             cells.append(cell)
         rows.append([summary.method, str(summary.batch_size), *cells])
     return ["method", "batch", *names], rows
+
+
+def drift_table(result: BenchResult) -> tuple[list[str], list[Row]]:
+    """What the lossy methods did to the text; no rows if there are none."""
+    headings = ["lossy method", "batch", "identical", "edit distance", "log-prob", "plain's own"]
+    return headings, [
+        [
+            drift.method,
+            str(drift.batch_size),
+            f"{drift.share_identical:.0%}",
+            _number(drift.edit_distance, 3),
+            _number(drift.log_prob, 3),
+            _number(drift.plain_log_prob, 3),
+        ]
+        for drift in result.drifts
+    ]
 
 
 def acceptance_lines(summaries: Sequence[Summary]) -> list[str]:
@@ -117,6 +135,7 @@ def markdown(result: BenchResult, provenance: Mapping[str, Any]) -> str:
         caption(result, provenance),
         _markdown_table(*overview(result)),
         _markdown_table(*by_category(result)),
+        _markdown_table(*drift_table(result)) if result.drifts else "",
         "\n".join(f"- {line}" for line in acceptance_lines(result.summaries())),
         "\n".join(f"- {line}" for line in verdict_lines(result)),
         f"Command: `{provenance['command']}`",
@@ -156,6 +175,7 @@ def to_json(result: BenchResult, provenance: Mapping[str, Any]) -> dict[str, Any
                 method.name: result.must_be_identical(method.name) for method in result.methods
             },
             "summaries": [dataclasses.asdict(summary) for summary in result.summaries()],
+            "drifts": [dataclasses.asdict(drift) for drift in result.drifts],
             "runs": [dataclasses.asdict(run) for run in result.runs],
         }
     )
@@ -194,6 +214,11 @@ def _drafter_times(summary: Summary) -> str:
     if summary.propose_p50_us is None or summary.propose_p99_us is None:
         return "-"
     return f"{summary.propose_p50_us:.0f}/{summary.propose_p99_us:.0f}"
+
+
+def _lossless(summary: Summary, result: BenchResult) -> str:
+    facts = result.facts.get(summary.method)
+    return "-" if facts is None else "yes" if facts.lossless else "NO"
 
 
 def _identical(summary: Summary, result: BenchResult) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm_spec_ext.bench.drift import Drift, drift_of, first_answers
 from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
@@ -44,6 +45,7 @@ class BenchResult:
     facts: dict[str, EngineFacts] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # method -> reason
+    drifts: list[Drift] = field(default_factory=list)  # of the lossy methods
 
     @property
     def plain(self) -> str:
@@ -145,6 +147,18 @@ def run_benchmark(result: BenchResult, log_dir: Path, events: Events) -> None:
                         continue
                     clients[name].pause()
                     result.runs.append(Run(name, batch_size, repeat, measured))
+        if result.settings.temperature == 0:
+            result.drifts = list(_drifts(result, clients[result.plain]))
+
+
+def _drifts(result: BenchResult, plain: EngineClient) -> Iterator[Drift]:
+    """How far each lossy method's first pass went from plain decoding's."""
+    firsts = {(run.method, run.batch_size): run for run in result.runs if run.repeat == 0}
+    for (name, batch_size), run in firsts.items():
+        base = firsts.get((result.plain, batch_size))
+        if result.facts[name].lossless or base is None:
+            continue
+        yield drift_of(run, base, plain.score(first_answers(run)), plain.score(first_answers(base)))
 
 
 def _drop(

@@ -137,6 +137,20 @@ class VllmEngine:
             for out in self.llm.llm_engine.step()
         ]
 
+    def log_prob(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        """Sum of the log-probabilities of an answer's tokens under this engine's target."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        ids = [*prompt, *answer]
+        (out,) = self.llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+        rows = out.prompt_logprobs or []
+        return sum(
+            row[token].logprob
+            for token, row in zip(ids[len(prompt) :], rows[len(prompt) :], strict=True)
+            if row is not None
+        )
+
     def forget(self) -> None:
         """Drop what a run could hand to the next one: cached prefixes, learnt drafts."""
         self.llm.reset_prefix_cache()

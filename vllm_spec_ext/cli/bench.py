@@ -171,6 +171,8 @@ def show(
 ) -> None:
     """Print the report."""
     console.print(report.rich_table("", *report.overview(result)))
+    if result.drifts:
+        console.print(report.rich_table("", *report.drift_table(result)))
     if by_category:
         title = "tokens per step (speed-up) by category"
         console.print(report.rich_table(title, *report.by_category(result)))

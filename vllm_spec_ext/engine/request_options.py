@@ -130,7 +130,13 @@ def resolve(
     proposer = registry.load(settings.method)
     options = parse_request(proposer.info.request_options, extra_args, settings.method)
     narrow(settings.rule, options.scorer, _PREFIX + "scorer")
-    options = proposer.resolve_request(options, np.asarray(prompt_token_ids, np.int32), tokenizer)
+    prompt = np.asarray(prompt_token_ids, np.int32)
+    try:
+        options = proposer.resolve_request(options, prompt, tokenizer)
+    except RequestOptionError as error:
+        # A proposer knows its fields by their bare names; the client wrote the prefix.
+        message = str(error).removeprefix(f"{error.parameter}: ")
+        raise RequestOptionError(_PREFIX + error.parameter, message) from error
     others = {
         name: value
         for name, value in (extra_args or {}).items()

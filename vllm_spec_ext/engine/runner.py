@@ -7,6 +7,7 @@ vLLM code. Methods and line numbers are those of vLLM 0.32 v1/worker/gpu_model_r
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,7 @@ from vllm_spec_ext.engine.tree_plan import (
     is_branching,
     segment_bounds,
 )
+from vllm_spec_ext.engine.verification_cost import VerificationCost
 from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext, StepOutcome
 from vllm_spec_ext.scorers.rules import is_strict
 from vllm_spec_ext.scorers.tree import Walk
@@ -68,6 +70,8 @@ class SpecRunnerMixin:
         self._tree_attention = None
         self._drafts_of_step = []
         self._last_walk = None
+        self._cost = VerificationCost()
+        self._step_start: float | None = None
         self._walk_sampled_chains = chain_sampling_is_broken(self.device)
         settings = self.speculative_config.spec_ext
         self._relaxed_rule: RelaxedRule | None = None
@@ -110,11 +114,15 @@ class SpecRunnerMixin:
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         """l.1920: where drafts branch, replace vLLM's chain layout by a tree plan."""
+        self._step_start = time.perf_counter()
         result = super()._prepare_inputs(  # type: ignore[misc]
             scheduler_output, num_scheduled_tokens
         )
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         self._drafts_of_step = [scheduled.get(req, []) for req in self.input_batch.req_ids]
+        decoded = sum(len(draft) + 1 for draft in self._drafts_of_step)
+        if decoded != scheduler_output.total_num_scheduled_tokens:
+            self._step_start = None  # a step with prefill says nothing about decoding
         if self._tree_attention is not None:
             self._tree_attention.end()
             if self._trees:
@@ -259,6 +267,7 @@ class SpecRunnerMixin:
             sampled_token_ids: New tokens of each request; empty for rows of an unfinished prefill.
             sample_hidden_states: [num_sampled_rows, hidden] of the target's final layer.
         """
+        self._observe_cost(sampled_token_ids)
         budget = scheduler_output.num_spec_tokens_to_schedule
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
         steps = [self._request_step(row, sampled_token_ids[row], budget) for row in rows]
@@ -267,7 +276,8 @@ class SpecRunnerMixin:
             last = self._last_rows(sampled_token_ids)
             hidden = sample_hidden_states[[last[row] for row in rows]]
         outcomes = self._outcomes(sampled_token_ids)
-        drafts = self.drafter.draft(StepContext(steps, hidden), outcomes)
+        context = StepContext(steps, hidden, self._min_probability(len(steps)))
+        drafts = self.drafter.draft(context, outcomes)
         result: list[list[int]] = [[] for _ in sampled_token_ids]
         num_free = len(self._tree_attention.scratch) if self._tree_attention is not None else 0
         for row, step, draft in zip(rows, steps, drafts, strict=True):
@@ -278,6 +288,23 @@ class SpecRunnerMixin:
             if is_branching(parents):
                 self._trees[step.request_id] = (result[row], parents)
         return result
+
+    def _observe_cost(self, sampled_token_ids: list[list[int]]) -> None:
+        """By now the new tokens are on the host, so the step's whole time has passed."""
+        if self._step_start is None:
+            return
+        self._cost.observe(
+            sum(len(draft) + 1 for draft in self._drafts_of_step),
+            len(sampled_token_ids),
+            sum(map(len, sampled_token_ids)),
+            time.perf_counter() - self._step_start,
+        )
+
+    def _min_probability(self, num_requests: int) -> float | None:
+        """What a draft token must be worth; every rank must draft the same, so no clocks there."""
+        if not num_requests or self.vllm_config.parallel_config.world_size > 1:
+            return None
+        return self._cost.price(num_requests).min_probability
 
     def _verifiable(
         self, row: int, step: RequestStep, draft: Draft, num_free: int

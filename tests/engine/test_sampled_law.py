@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With temperature, drafted requests follow the law of plain sampling; known bugs do not.
+
+Two-sample chi-square tests on the joint law of the first tokens, with fixed seeds. The first token
+comes from the prefill; the ones behind it are verified drafts.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from generation import sampling_params
+from homogeneity import same_law_p_value
+from test_greedy_identity import runner_of
+from vllm.v1.outputs import SamplerOutput
+
+from vllm_spec_ext.engine import platform_bugs
+from vllm_spec_ext.engine import runner as runner_module
+from vllm_spec_ext.engine.node_sampling import expand_metadata
+from vllm_spec_ext.scorers.tree import Walk
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and"
+NUM_SAMPLES = 1000
+NUM_TOKENS = 3  # whose joint law is compared ...
+MAX_TOKENS = 9  # ... out of so many, because a draft holds no more nodes than tokens are left
+SAME, DIFFERENT = 1e-3, 1e-9
+
+# Few outcomes each, so that the joint law has few cells.
+LAWS: dict[str, dict[str, Any]] = {
+    "temperature_1": {"temperature": 1.0, "num_allowed": 4},
+    "temperature_0.7": {"temperature": 0.7, "num_allowed": 4},
+    "top_k": {"temperature": 1.0, "num_allowed": 6, "top_k": 3},
+    "top_p": {"temperature": 0.8, "num_allowed": 6, "top_p": 0.7},
+    "own_seeds": {"temperature": 0.9, "num_allowed": 3, "seed": 7},
+}
+
+Sample = Callable[..., list[Hashable]]
+
+
+class Chances:
+    """What the target is likely to say, asked of the plain engine."""
+
+    def __init__(self, engine: Any) -> None:
+        params = sampling_params({"max_tokens": 1, "logprobs": 20})
+        (out,) = engine.generate([PROMPT], params, use_tqdm=False)
+        ranked = sorted(out.outputs[0].logprobs[0].items(), key=lambda item: item[1].rank)
+        self.tokens = [token for token, _ in ranked if token]
+
+    def params(self, law: str) -> dict[str, Any]:
+        given = dict(LAWS[law])
+        num_allowed = given.pop("num_allowed", None)
+        if num_allowed:
+            # Not the best ones alone: unlikely outcomes must be seen too.
+            given["allowed_token_ids"] = sorted(self.tokens[: 2 * num_allowed : 2])
+        return {"max_tokens": MAX_TOKENS, "ignore_eos": True, **given}
+
+
+@pytest.fixture(scope="module")
+def engines(make_engine: Any) -> dict[str, Any]:
+    common = {"max_num_seqs": 64, "max_num_batched_tokens": 1100}
+    fixed = {"method": "fixed", "num_speculative_tokens": 16}
+    copy = {"method": "input_copy", "num_speculative_tokens": 8}
+    return {
+        "plain": make_engine(**common),
+        "fixed": make_engine(**common, speculative_config=fixed),
+        "input_copy": make_engine(**common, speculative_config=copy),
+    }
+
+
+@pytest.fixture(scope="module")
+def chances(engines: dict[str, Any]) -> Chances:
+    return Chances(engines["plain"])
+
+
+@pytest.fixture(scope="module")
+def sample(engines: dict[str, Any], chances: Chances) -> Sample:
+    def draw(
+        engine: str, law: str, extra: dict[str, Any] | None = None, seed: int = 0
+    ) -> list[Hashable]:
+        torch.manual_seed(seed)
+        given = chances.params(law)
+        own = given.pop("seed", None)
+        params = [
+            sampling_params(
+                given if own is None else {**given, "seed": own + i + 10_000 * seed}, extra
+            )
+            for i in range(NUM_SAMPLES)
+        ]
+        outputs = engines[engine].generate([PROMPT] * NUM_SAMPLES, params, use_tqdm=False)
+        return [tuple(out.outputs[0].token_ids[:NUM_TOKENS]) for out in outputs]
+
+    return draw
+
+
+@pytest.fixture(scope="module")
+def plain_samples(sample: Sample) -> Callable[[str], list[Hashable]]:
+    known: dict[str, list[Hashable]] = {}
+
+    def of(law: str) -> list[Hashable]:
+        if law not in known:
+            known[law] = sample("plain", law)
+        return known[law]
+
+    return of
+
+
+def draft_of(kind: str, chances: Chances, law: str) -> dict[str, Any]:
+    """Request options that make the fixed drafter draft a tree or a chain."""
+    allowed = chances.params(law).get("allowed_token_ids")
+    likely = [t for t in chances.tokens if allowed is None or t in allowed]
+    if kind == "unlikely_chain":
+        worst = likely[-1]
+        return {"tokens": [worst, worst, likely[0], worst]}
+    first, second = likely[:2]
+    # Two children at the root and below, the likelier one not always first.
+    tokens = [second, first, second, first, second, first, first]
+    parents = [-1, 0, 0, -1, 3, 3, 5]
+    return {"tokens": tokens, "parents": parents}
+
+
+def accepted_by(engines: dict[str, Any]) -> tuple[int, int]:
+    outcomes = runner_of(engines["fixed"]).drafter._proposer.outcomes
+    result = sum(o.num_accepted for o in outcomes), sum(o.num_drafted for o in outcomes)
+    outcomes.clear()
+    return result
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_plain_sampling_agrees_with_itself(law: str, sample: Sample, plain_samples: Any) -> None:
+    """The yardstick: other seeds, the same law; and there is more than one outcome."""
+    assert len(set(plain_samples(law))) > 10
+    assert same_law_p_value(plain_samples(law), sample("plain", law, seed=1)) > SAME
+
+
+@pytest.mark.parametrize(
+    ("kind", "law"),
+    [
+        *(("tree", law) for law in LAWS),
+        ("unlikely_chain", "temperature_1"),
+        ("unlikely_chain", "top_k"),
+    ],
+)
+def test_drafts_do_not_change_the_law(
+    kind: str,
+    law: str,
+    engines: dict[str, Any],
+    chances: Chances,
+    sample: Sample,
+    plain_samples: Any,
+) -> None:
+    accepted_by(engines)
+    found = sample("fixed", law, draft_of(kind, chances, law))
+    accepted, drafted = accepted_by(engines)
+    assert drafted > NUM_SAMPLES
+    assert accepted > (0.3 * NUM_SAMPLES if kind == "tree" else 50)
+    assert same_law_p_value(plain_samples(law), found) > SAME
+
+
+@pytest.mark.parametrize("law", ["temperature_1", "top_k", "own_seeds"])
+def test_input_copy_does_not_change_the_law(
+    law: str, chances: Chances, sample: Sample, plain_samples: Any
+) -> None:
+    allowed = chances.params(law).get("allowed_token_ids") or chances.tokens[:3]
+    source = [allowed[i % len(allowed)] for i in (0, 1, 2, 0, 0, 1, 1, 2, 2, 0, 2, 1)]
+    found = sample("input_copy", law, {"source_token_ids": source})
+    assert same_law_p_value(plain_samples(law), found) > SAME
+
+
+def resample_after_mismatch(batch: Any, logits: Any, metadata: Any, sampler: Any) -> Any:
+    """The bug of reference codes: the draw that matched no child is thrown away."""
+    expanded = expand_metadata(metadata, batch)
+    draws = [_draw(sampler, logits, expanded) for _ in range(2)]
+    return _walk(batch, logits, lambda row, _: int(draws[0][row]), draws[1])
+
+
+def draw_once_per_path(batch: Any, logits: Any, metadata: Any, sampler: Any) -> Any:
+    """The other bug: every branch is tried with a draw of its own."""
+    expanded = expand_metadata(metadata, batch)
+    draws = [_draw(sampler, logits, expanded) for _ in range(4)]
+    return _walk(batch, logits, lambda row, attempt: int(draws[attempt][row]), draws[3])
+
+
+def _draw(sampler: Any, logits: Any, metadata: Any) -> np.ndarray:
+    sampled = sampler(logits=logits.clone(), sampling_metadata=metadata)
+    return sampled.sampled_token_ids.squeeze(-1).numpy()
+
+
+def _walk(batch: Any, logits: Any, drawn: Callable[[int, int], int], last: np.ndarray) -> Any:
+    """Walk with a draw for each attempt; the emitted token at the end is drawn anew."""
+    width = max(np.diff(batch.node_starts), default=0) + 1
+    emitted = np.full((batch.num_requests, width), -1, np.int64)
+    accepted = np.full((batch.num_requests, width), -1, np.int64)
+    num_accepted = np.zeros(batch.num_requests, np.int64)
+    for request, root in enumerate(batch.root_rows.tolist()):
+        first, end = batch.node_starts[request : request + 2].tolist()
+        node = -1
+        while True:
+            row = root + 1 + node
+            children = [i - first for i in range(first, end) if batch.parents[i] == node]
+            for attempt, child in enumerate(children):
+                if drawn(row, attempt) == batch.tokens[first + child]:
+                    break
+            else:
+                emitted[request, num_accepted[request]] = int(last[row])
+                break
+            emitted[request, num_accepted[request]] = batch.tokens[first + child]
+            accepted[request, num_accepted[request]] = child
+            num_accepted[request] += 1
+            node = child
+    output = SamplerOutput(torch.from_numpy(emitted.astype(np.int32)), None)
+    return output, Walk(accepted, emitted, num_accepted)
+
+
+@pytest.mark.parametrize(
+    ("bug", "law"),
+    [
+        (resample_after_mismatch, "temperature_1"),
+        (resample_after_mismatch, "top_k"),
+        (draw_once_per_path, "temperature_1"),
+    ],
+)
+def test_known_bugs_are_caught(
+    bug: Any,
+    law: str,
+    chances: Chances,
+    sample: Sample,
+    plain_samples: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mutation: the tests above are strong enough to reject what must be rejected."""
+    monkeypatch.setattr(runner_module, "verify", bug)
+    found = sample("fixed", law, draft_of("tree", chances, law))
+    assert same_law_p_value(plain_samples(law), found) < DIFFERENT
+
+
+def test_probe_tells_a_working_sampler_from_a_broken_one(
+    engines: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    broken = platform_bugs.chain_sampling_is_broken(cpu)
+    assert runner_of(engines["fixed"])._walk_sampled_chains is broken
+    name = "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens"
+
+    def working(values: torch.Tensor, ends: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        return values.repeat_interleave(torch.diff(ends, prepend=torch.zeros(1)).long())
+
+    monkeypatch.setattr(name, working)
+    assert not platform_bugs.chain_sampling_is_broken(cpu)
+    monkeypatch.setattr(name, lambda values, ends, num_tokens: torch.zeros(num_tokens))
+    assert platform_bugs.chain_sampling_is_broken(cpu)
+
+
+def test_vllms_sampler_on_a_broken_platform_is_why_we_walk(
+    engines: dict[str, Any],
+    chances: Chances,
+    sample: Sample,
+    plain_samples: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without our walk a sampled chain with top-k goes wrong there, by a crash or in its law."""
+    if not platform_bugs.chain_sampling_is_broken(torch.device("cpu")):
+        pytest.skip("this vLLM's rejection sampler works on CPU")
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    draws = [
+        expand_batch_to_tokens(torch.tensor([0.25]), torch.tensor([3], dtype=torch.int32), 3)
+        for _ in range(2)
+    ]
+    assert not all(torch.equal(d, torch.full((3,), 0.25)) for d in draws)
