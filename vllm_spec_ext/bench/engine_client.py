@@ -104,6 +104,10 @@ class EngineClient:
             "run", list(indices), concurrency, stream, on_progress=on_answer, on_step=on_step
         )
 
+    def trace(self, index: int) -> dict[str, Any]:
+        """Answer one question with every draft on record; see ``EngineServer.trace``."""
+        return self._ask("trace", index)
+
     def pause(self) -> None:
         """Stop all processes of the engine; it then takes no CPU time at all."""
         self._signal(signal.SIGSTOP)
