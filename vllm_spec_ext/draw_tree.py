@@ -98,7 +98,7 @@ def draw_tree(
     depths = [0] * len(texts)
     for node in range(1, len(texts)):
         depths[node] = depths[ups[node]] + 1
-    rows = _rows(ups)
+    rows = tree_rows(ups)
     widths = [CHARACTER * len(text) + 12 for text in texts]
     lefts = [float(MARGIN)]
     for depth in range(max(depths) + 1):
@@ -136,7 +136,7 @@ def draw_tree(
     )
 
 
-def _rows(parents: Sequence[int]) -> list[int]:
+def tree_rows(parents: Sequence[int]) -> list[int]:
     """Line of each node: the first child stands beside its parent, the others below it."""
     children: list[list[int]] = [[] for _ in parents]
     for node in range(1, len(parents)):

@@ -178,13 +178,16 @@ class NgramDrafter:
             stop = start + len(self._requests)
             part = self._fill(step.requests[start:stop], slots[start:stop])
             self._run(len(part))
-            found = self._results[:3]
+            found = self._results
             for row, index in enumerate(part):
-                count = int(self._results.counts[row])
+                count = int(found.counts[row])
                 if count:
                     # Copies: the arrays are used again by the next step.
-                    tokens, parents, probs = (array[row, :count].copy() for array in found)
-                    drafts[start + index] = Draft(tokens, parents, path_probs=probs)
+                    drafts[start + index] = Draft(
+                        found.tokens[row, :count].copy(),
+                        found.parents[row, :count].copy(),
+                        path_probs=found.probs[row, :count].copy(),
+                    )
                 else:
                     self.counters.empty += 1
             searched += part

@@ -92,9 +92,7 @@ def put_overlay(
     for place in range(8):
         if arrays.weights[slot, row, place] > 0.0:
             share = weight * arrays.weights[slot, row, place]
-            count = put(
-                tokens, probs, count, first, last, arrays.tokens[slot, row, place], share
-            )
+            count = put(tokens, probs, count, first, last, arrays.tokens[slot, row, place], share)
     return count
 
 

@@ -163,9 +163,7 @@ def argmax_row(probs: NDArray[np.float32], count: int) -> int:
 
 
 @kernel
-def bring_best(
-    tokens: NDArray[np.int32], probs: NDArray[np.float32], first: int, end: int
-) -> None:
+def bring_best(tokens: NDArray[np.int32], probs: NDArray[np.float32], first: int, end: int) -> None:
     """Move the best of entries [first, end) to ``first``; the others keep their order.
 
     A row is sorted only as far as it is looked at; the oldest entry comes first on ties.

@@ -94,7 +94,9 @@ class _Witness:
         drafts = self.proposer.propose(step)
         for request, draft in zip(step.requests, drafts, strict=True):
             known = len(request.token_ids)
-            self.steps.append(judge(draft, self.tokens[known:], self.tokens[max(0, known - 8) : known]))
+            self.steps.append(
+                judge(draft, self.tokens[known:], self.tokens[max(0, known - 8) : known])
+            )
         return drafts
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
@@ -111,7 +113,11 @@ def judge(draft: Draft, recorded: Sequence[int], context: Sequence[int]) -> Draf
     accepted: list[int] = []
     for node, token in enumerate(draft.tokens.tolist()):
         above = accepted[-1] if accepted else -1
-        if len(accepted) < len(recorded) and parents[node] == above and token == recorded[len(accepted)]:
+        if (
+            len(accepted) < len(recorded)
+            and parents[node] == above
+            and token == recorded[len(accepted)]
+        ):
             accepted.append(node)
     probs = [] if draft.path_probs is None else draft.path_probs.tolist()
     new = list(recorded[: len(accepted) + 1])
@@ -128,7 +134,7 @@ def from_engine(trace: dict[str, Any]) -> list[DraftStep]:
         if len(known) == len(trace["prompt"]) + len(row["new_tokens"]) and not row["tokens"]:
             continue  # the prefill
         fields = ("tokens", "parents", "path_probs", "accepted", "new_tokens")
-        steps.append(DraftStep(*(row[name] for name in fields), context=context))
+        steps.append(DraftStep(**{name: row[name] for name in fields}, context=context))
     return steps
 
 
@@ -163,9 +169,7 @@ def explain_step(
         str | None, typer.Option("--prompts", help="Prompt file, or `bundled`.")
     ] = None,
     index: Annotated[int, typer.Option(min=0, help="Which prompt or recording, from 0.")] = 0,
-    step: Annotated[
-        int | None, typer.Option(help="Which step after the prefill, from 1.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Which step after the prefill, from 1.")] = None,
     best: Annotated[
         bool, typer.Option("--best", help="The step with most tokens off the first path (default).")
     ] = False,
