@@ -40,6 +40,7 @@ class Draft:
     tokens: IntArray  # [n] int32 token ids
     parents: IntArray | None = None  # [n] int32 parent node, -1 = last verified token; None = chain
     probs: "torch.Tensor | None" = None  # [n, vocab] law each node was drawn from; None = one-hot
+    path_probs: "NDArray[np.float32] | None" = None  # [n] the proposer's own estimate, for display
 
     def __len__(self) -> int:
         return len(self.tokens)

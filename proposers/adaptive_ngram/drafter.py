@@ -15,7 +15,13 @@ from vllm_spec_ext.proposers.adaptive_ngram import search as search_module
 from vllm_spec_ext.proposers.adaptive_ngram.learning import Learner
 from vllm_spec_ext.proposers.adaptive_ngram.lookup import BACKOFF, Lookup
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import load_overlay, save_overlay
-from vllm_spec_ext.proposers.adaptive_ngram.search import Search, make_scratch, search_batch
+from vllm_spec_ext.proposers.adaptive_ngram.search import (
+    Results,
+    Search,
+    make_memory,
+    search_batch,
+    settings_array,
+)
 from vllm_spec_ext.proposers.adaptive_ngram.store import MAX_VOCAB, NgramStore, empty_arrays
 from vllm_spec_ext.proposers.adaptive_ngram.worth import Worth
 from vllm_spec_ext.proposers.base import (
@@ -28,6 +34,10 @@ from vllm_spec_ext.proposers.base import (
 )
 
 DEFAULT_TREE_DEPTH = 12
+
+# Places in the array of settings that change from step to step.
+_SHARED_HALF_LIFE = Lookup._fields.index("shared_half_life")
+_MIN_CONFIDENCE = len(Lookup._fields) + Search._fields.index("min_confidence")
 
 
 @dataclass
@@ -134,62 +144,60 @@ class NgramDrafter:
             max_sequences=options.max_sequences,
             greedy_extension=options.greedy_extension,
         )
-        self._scratch = make_scratch(budget)
-        self._contexts = np.zeros((max_num_seqs, 2), np.int32)
-        self._slots = np.zeros(max_num_seqs, np.int64)
-        self._rooms = np.zeros(max_num_seqs, np.int64)
-        self._tokens = np.zeros((max_num_seqs, budget), np.int32)
-        self._parents = np.zeros((max_num_seqs, budget), np.int32)
-        self._probs = np.zeros((max_num_seqs, budget), np.float32)
-        self._counts = np.zeros(max_num_seqs, np.int64)
+        self._memory = make_memory(budget)
+        self._settings_array = settings_array(self._lookup, self._search)
+        self._requests = np.zeros((max_num_seqs, 4), np.int64)  # see search_batch
+        self._results = Results(
+            tokens=np.zeros((max_num_seqs, budget), np.int32),
+            parents=np.zeros((max_num_seqs, budget), np.int32),
+            probs=np.zeros((max_num_seqs, budget), np.float32),
+            counts=np.zeros(max_num_seqs, np.int64),
+        )
 
     def _warm_up(self) -> None:
         """Compile every kernel (seconds, then cached on disk), leaving no trace in the overlays."""
         self.learner.warm_up()
-        self._contexts[0] = (-1, 0)
-        self._rooms[0] = 1
-        self._slots[0] = -1
+        self._requests[0] = (-1, 0, -1, 1)
         self._run(1)
 
     def _run(self, num: int) -> None:
         search_batch(
-            self._contexts[:num],
-            self._slots[:num],
-            self._rooms[:num],
+            self._requests,
+            num,
             self.base,
             self.learner.requests.arrays,
             self.learner.shared.arrays,
-            self._lookup,
-            self._search,
-            self._scratch,
-            self._tokens[:num],
-            self._parents[:num],
-            self._probs[:num],
-            self._counts[:num],
+            self._settings_array,
+            self._memory,
+            self._results,
         )
 
     def propose(self, step: StepContext) -> list[Draft]:
         """Learn the new tokens of all requests, then draft for each; see the base class."""
         drafts: list[Draft] = [EMPTY_DRAFT] * len(step.requests)
         half_life = self.settings.half_life * max(1, len(step.requests))
-        self._lookup = self._lookup._replace(shared_half_life=float(half_life))
+        self._settings_array[_SHARED_HALF_LIFE] = half_life
         slots = self.learner.learn(step.requests, half_life)
         self._save_when_due()
         if self.settings.pays and step.min_probability is not None:
             confidence = self._worth.confidence(step.min_probability)
-            self._search = self._search._replace(min_confidence=confidence)
+            self._settings_array[_MIN_CONFIDENCE] = confidence
         searched: list[int] = []
-        for start in range(0, len(step.requests), len(self._rooms)):
-            stop = start + len(self._rooms)
+        for start in range(0, len(step.requests), len(self._requests)):
+            stop = start + len(self._requests)
             part = self._fill(step.requests[start:stop], slots[start:stop])
             self._run(len(part))
+            found = self._results
             for row, index in enumerate(part):
-                count = int(self._counts[row])
+                count = int(found.counts[row])
                 if count:
                     # Copies: the arrays are used again by the next step.
-                    tokens = self._tokens[row, :count].copy()
-                    drafts[start + index] = Draft(tokens, self._parents[row, :count].copy())
-                    expected = float(self._probs[row, :count].sum())
+                    drafts[start + index] = Draft(
+                        found.tokens[row, :count].copy(),
+                        found.parents[row, :count].copy(),
+                        path_probs=found.probs[row, :count].copy(),
+                    )
+                    expected = float(found.probs[row, :count].sum())
                     self._worth.drafted(step.requests[start + index].request_id, expected)
                 else:
                     self.counters.empty += 1
@@ -208,9 +216,8 @@ class NgramDrafter:
                 continue
             row = len(chosen)
             tokens = request.token_ids
-            self._contexts[row] = (tokens[-2] if len(tokens) > 1 else -1, tokens[-1])
-            self._slots[row] = slots[index]
-            self._rooms[row] = room
+            before = tokens[-2] if len(tokens) > 1 else -1
+            self._requests[row] = (before, tokens[-1], slots[index], room)
             chosen.append(index)
         return chosen
 

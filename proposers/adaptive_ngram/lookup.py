@@ -56,11 +56,12 @@ def put(
     probs: NDArray[np.float32],
     count: int,
     first: int,
+    last: int,
     token: int,
     weight: float,
 ) -> int:
-    """Add weight to a token among entries [first, count), or append it; returns the new count."""
-    for place in range(first, count):
+    """Add weight to a token among entries [first, last), or append it; returns the new count."""
+    for place in range(first, last):
         if tokens[place] == token:
             probs[place] += weight
             return count
@@ -87,10 +88,11 @@ def put_overlay(
     if row < 0:
         return count
     weight *= decay_factor(arrays.clocks[slot] - arrays.stamps[slot, row], half_life)
+    last = count  # a row's own entries differ, so they are not compared with each other
     for place in range(8):
         if arrays.weights[slot, row, place] > 0.0:
             share = weight * arrays.weights[slot, row, place]
-            count = put(tokens, probs, count, first, arrays.tokens[slot, row, place], share)
+            count = put(tokens, probs, count, first, last, arrays.tokens[slot, row, place], share)
     return count
 
 
@@ -229,5 +231,5 @@ def successors(
     merged = count
     for place in range(count, end):
         # The write never overtakes the read: put() appends at most one entry an iteration.
-        merged = put(tokens, probs, merged, 0, tokens[place], probs[place] * weight)
+        merged = put(tokens, probs, merged, 0, count, tokens[place], probs[place] * weight)
     return merged

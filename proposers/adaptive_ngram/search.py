@@ -21,7 +21,7 @@ from vllm_spec_ext.proposers.adaptive_ngram.store import BaseArrays
 from vllm_spec_ext.proposers.adaptive_ngram.tree_order import depth_first, published_cut
 
 CHAIN, BEST_FIRST, MCTS = 0, 1, 2
-MCTS_NODES = 4096
+MCTS_ENTRIES = 1 << 15
 
 
 class Search(NamedTuple):
@@ -36,54 +36,79 @@ class Search(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Work arrays, reused by every search; capacity C nodes or candidates."""
+    """Work arrays, reused by every search: C entries or nodes, M nodes of a draft."""
 
-    row_tokens: NDArray[np.int32]  # [MAX_ROW]
-    row_probs: NDArray[np.float32]  # [MAX_ROW]
+    row_tokens: NDArray[np.int32]  # [C] of which MAX_ROW are used
     token: NDArray[np.int32]  # [C]
     parent: NDArray[np.int32]  # [C]
-    prob: NDArray[np.float32]  # [C] of the path
     depth: NDArray[np.int32]  # [C]
-    weight: NDArray[np.float32]  # [C] mcts: of the node alone
-    score: NDArray[np.float32]  # [C] mcts: weight / (1 + visits), kept up to date
     visits: NDArray[np.int32]  # [C]
     first_child: NDArray[np.int32]  # [C] -1 = not expanded
-    num_children: NDArray[np.int32]  # [C]
+    row_end: NDArray[np.int32]  # [C] end of a node's children; best-first: of an entry's row
     num_seen: NDArray[np.int32]  # [C] children that were visited; always the first ones
+    visited: NDArray[np.int32]  # [C] mcts: nodes in the order of their first visit
+    tally: NDArray[np.int32]  # [C] mcts: nodes by number of visits
     heap: NDArray[np.int32]  # [C]
     place: NDArray[np.int32]  # [C] mcts: index in the draft, -1 = not drafted
+    row_probs: NDArray[np.float32]  # [C] of which MAX_ROW are used
+    prob: NDArray[np.float32]  # [C] of the path
+    weight: NDArray[np.float32]  # [C] mcts: of the node alone
+    score: NDArray[np.float32]  # [C] mcts: weight / (1 + visits), kept up to date
     node_tokens: NDArray[np.int32]  # [M] the draft before it is ordered
     node_parents: NDArray[np.int32]  # [M]
-    node_probs: NDArray[np.float32]  # [M]
     node_source: NDArray[np.int32]  # [M]
+    node_probs: NDArray[np.float32]  # [M]
     order: NDArray[np.int32]  # [4, M] for depth_first
 
 
-def make_scratch(max_nodes: int) -> Scratch:
-    """Work arrays for drafts of at most ``max_nodes`` nodes."""
-    capacity = max(MCTS_NODES, (max_nodes + 1) * MAX_ROW)
+class Memory(NamedTuple):
+    """What :class:`Scratch` is made of: few arrays, as passing each to a kernel costs 0.2 us."""
+
+    integers: NDArray[np.int32]  # [12, C]
+    reals: NDArray[np.float32]  # [4, C]
+    drafts: NDArray[np.int32]  # [7, M]
+    draft_probs: NDArray[np.float32]  # [M]
+
+
+@kernel
+def scratch_of(memory: Memory) -> Scratch:
+    """Views of the memory."""
+    integers, reals, drafts = memory.integers, memory.reals, memory.drafts
+    return Scratch(
+        integers[0],
+        integers[1],
+        integers[2],
+        integers[3],
+        integers[4],
+        integers[5],
+        integers[6],
+        integers[7],
+        integers[8],
+        integers[9],
+        integers[10],
+        integers[11],
+        reals[0],
+        reals[1],
+        reals[2],
+        reals[3],
+        drafts[0],
+        drafts[1],
+        drafts[2],
+        memory.draft_probs,
+        drafts[3:],
+    )
+
+
+def make_memory(max_nodes: int) -> Memory:
+    """Memory for drafts of at most ``max_nodes`` nodes."""
+    capacity = max(MCTS_ENTRIES, (max_nodes + 1) * MAX_ROW)
     # The published cut first collects up to 2 * 256 nodes, then drops some.
     drafted = max(max_nodes, 512)
-    return Scratch(
-        row_tokens=np.zeros(MAX_ROW, np.int32),
-        row_probs=np.zeros(MAX_ROW, np.float32),
-        token=np.zeros(capacity, np.int32),
-        parent=np.zeros(capacity, np.int32),
-        prob=np.zeros(capacity, np.float32),
-        depth=np.zeros(capacity, np.int32),
-        weight=np.zeros(capacity, np.float32),
-        score=np.zeros(capacity, np.float32),
-        visits=np.zeros(capacity, np.int32),
-        first_child=np.zeros(capacity, np.int32),
-        num_children=np.zeros(capacity, np.int32),
-        num_seen=np.zeros(capacity, np.int32),
-        heap=np.zeros(capacity, np.int32),
-        place=np.zeros(capacity, np.int32),
-        node_tokens=np.zeros(drafted, np.int32),
-        node_parents=np.zeros(drafted, np.int32),
-        node_probs=np.zeros(drafted, np.float32),
-        node_source=np.zeros(drafted, np.int32),
-        order=np.zeros((4, drafted), np.int32),
+    return Memory(
+        integers=np.zeros((12, capacity), np.int32),
+        reals=np.zeros((4, capacity), np.float32),
+        drafts=np.zeros((7, drafted), np.int32),
+        draft_probs=np.zeros(drafted, np.float32),
     )
 
 
@@ -138,18 +163,24 @@ def argmax_row(probs: NDArray[np.float32], count: int) -> int:
 
 
 @kernel
-def sort_row(tokens: NDArray[np.int32], probs: NDArray[np.float32], count: int) -> None:
-    """Stable insertion sort of a row, most probable first."""
-    for place in range(1, count):
-        token = tokens[place]
-        prob = probs[place]
-        hole = place
-        while hole > 0 and probs[hole - 1] < prob:
-            tokens[hole] = tokens[hole - 1]
-            probs[hole] = probs[hole - 1]
-            hole -= 1
-        tokens[hole] = token
-        probs[hole] = prob
+def bring_best(tokens: NDArray[np.int32], probs: NDArray[np.float32], first: int, end: int) -> None:
+    """Move the best of entries [first, end) to ``first``; the others keep their order.
+
+    A row is sorted only as far as it is looked at; the oldest entry comes first on ties.
+    """
+    best = first
+    prob = probs[first]
+    for place in range(first + 1, end):
+        if probs[place] > prob:
+            best = place
+            prob = probs[place]
+    token = tokens[best]
+    while best > first:
+        tokens[best] = tokens[best - 1]
+        probs[best] = probs[best - 1]
+        best -= 1
+    tokens[first] = token
+    probs[first] = prob
 
 
 @kernel
@@ -186,6 +217,18 @@ def search_chain(
 
 
 @kernel
+def push_next(entry: int, size: int, search: Search, s: Scratch) -> int:
+    """Push the best entry of a row from ``entry`` on, if it is good enough; the new heap size."""
+    end = s.row_end[entry]
+    if entry >= end:
+        return size
+    bring_best(s.token, s.prob, entry, end)
+    if s.prob[entry] < search.min_confidence or s.prob[entry] <= 0.0:
+        return size
+    return heap_push(s.heap, size, s.prob, entry)
+
+
+@kernel
 def search_best_first(
     w1: int,
     w2: int,
@@ -198,43 +241,53 @@ def search_best_first(
     search: Search,
     s: Scratch,
 ) -> int:
-    """The ``budget`` nodes of highest path probability; returns their number."""
+    """The ``budget`` nodes of highest path probability; returns their number.
+
+    Of each row only the best entry that is left stands in the heap. Entries of older rows have
+    smaller numbers, so that equals are taken in the order in which they were found.
+    """
     count = 0
-    candidates = 0
+    entries = 0
     size = 0
     parent = -1
-    path = 1.0
+    path = np.float32(1.0)
     depth = 0
     last = w2
     while True:
-        if depth < search.max_depth:
-            n = successors(base, request, slot, shared, lookup, w1, w2, s.row_tokens, s.row_probs)
+        if depth < search.max_depth and entries + MAX_ROW <= len(s.token):
+            tokens = s.token[entries : entries + MAX_ROW]
+            probs = s.prob[entries : entries + MAX_ROW]
+            n = successors(base, request, slot, shared, lookup, w1, w2, tokens, probs)
             for place in range(n):
-                prob = path * s.row_probs[place]
-                if prob >= search.min_confidence and prob > 0.0 and candidates < len(s.token):
-                    s.token[candidates] = s.row_tokens[place]
-                    s.parent[candidates] = parent
-                    s.prob[candidates] = prob
-                    s.depth[candidates] = depth + 1
-                    size = heap_push(s.heap, size, s.prob, candidates)
-                    candidates += 1
-        if size == 0 or count >= budget:
+                probs[place] *= path
+            s.row_end[entries] = entries + n
+            s.parent[entries] = parent
+            s.depth[entries] = depth + 1
+            size = push_next(entries, size, search, s)
+            entries += n
+        if size == 0:
             return count
         item = s.heap[0]
         size = heap_pop(s.heap, size, s.prob)
         s.node_tokens[count] = s.token[item]
         s.node_parents[count] = s.parent[item]
         s.node_probs[count] = s.prob[item]
-        parent = count
-        path = s.prob[item]
-        depth = s.depth[item]
         # The context of the next look-up: the node's own token and the one before it.
         up = s.parent[item]
         w1 = s.node_tokens[up] if up >= 0 else last
         w2 = s.token[item]
+        parent = count
+        path = s.prob[item]
+        depth = s.depth[item]
         count += 1
         if count >= budget:
             return count
+        after = item + 1
+        if after < s.row_end[item]:
+            s.row_end[after] = s.row_end[item]
+            s.parent[after] = up
+            s.depth[after] = depth
+            size = push_next(after, size, search, s)
 
 
 @kernel
@@ -252,23 +305,13 @@ def expand(
 ) -> int:
     """Make all successors children of a node, if there is room; returns the number of nodes."""
     s.first_child[node] = count
-    s.num_children[node] = 0
-    s.num_seen[node] = 0
-    n = successors(base, request, slot, shared, lookup, w1, w2, s.row_tokens, s.row_probs)
-    if count + n > len(s.token):
+    s.row_end[node] = count
+    if count + MAX_ROW > len(s.token):
         return count
-    sort_row(s.row_tokens, s.row_probs, n)
-    for place in range(n):
-        child = count + place
-        s.token[child] = s.row_tokens[place]
-        s.parent[child] = node
-        s.weight[child] = s.row_probs[place]
-        s.score[child] = s.row_probs[place]
-        s.prob[child] = s.prob[node] * s.row_probs[place]
-        s.depth[child] = s.depth[node] + 1
-        s.visits[child] = 0
-        s.first_child[child] = -1
-    s.num_children[node] = n
+    tokens = s.token[count : count + MAX_ROW]
+    weights = s.weight[count : count + MAX_ROW]
+    n = successors(base, request, slot, shared, lookup, w1, w2, tokens, weights)
+    s.row_end[node] = count + n
     return count + n
 
 
@@ -285,40 +328,89 @@ def grow_tree(
     iterations: int,
     s: Scratch,
 ) -> int:
-    """Run MCTS from the root, node 0; returns the number of nodes."""
+    """Run MCTS from the root, node 0; returns the number of visited nodes, the root included.
+
+    A node's successors are looked up at its second visit: before that nothing reads them. They
+    become nodes one by one, the most probable first, so visited siblings stand side by side.
+    ``visited`` receives all visited nodes in the order of their first visit.
+    """
     s.token[0] = w2
     s.parent[0] = -1
     s.prob[0] = 1.0
     s.depth[0] = 0
     s.visits[0] = 0
+    s.num_seen[0] = 0
+    s.visited[0] = 0
+    num_visited = 1
     count = expand(0, w1, w2, 1, base, request, slot, shared, lookup, s)
     if count == 1:
-        return count
+        return 1
     for _ in range(iterations):
         node = 0
-        while s.first_child[node] >= 0 and s.num_children[node] > 0:
+        while True:
             first = s.first_child[node]
-            if s.num_seen[node] < s.num_children[node]:  # unvisited children come first
-                best = first + s.num_seen[node]
+            if first < 0:
+                if s.depth[node] >= max_depth:
+                    break
+                before = s.token[s.parent[node]]
+                count = expand(
+                    node, before, s.token[node], count, base, request, slot, shared, lookup, s
+                )
+                first = s.first_child[node]
+            end = s.row_end[node]
+            if first == end:
+                break
+            child = first + s.num_seen[node]
+            if child < end:  # unvisited children come first
+                bring_best(s.token, s.weight, child, end)
                 s.num_seen[node] += 1
-            else:
-                best = first
-                value = np.float32(-1.0)
-                for child in range(first, first + s.num_children[node]):
-                    if s.score[child] > value:
-                        value = s.score[child]
-                        best = child
+                s.parent[child] = node
+                s.prob[child] = s.prob[node] * s.weight[child]
+                s.depth[child] = s.depth[node] + 1
+                s.visits[child] = 0
+                s.num_seen[child] = 0
+                s.first_child[child] = -1
+                s.visited[num_visited] = child
+                num_visited += 1
+                node = child
+                break
+            best = first
+            value = s.score[first]
+            for child in range(first + 1, end):
+                if s.score[child] > value:
+                    value = s.score[child]
+                    best = child
             node = best
-        if s.first_child[node] < 0 and s.depth[node] < max_depth:
-            before = s.token[s.parent[node]]
-            count = expand(
-                node, before, s.token[node], count, base, request, slot, shared, lookup, s
-            )
         while node >= 0:
             s.visits[node] += 1
             s.score[node] = s.weight[node] / np.float32(1 + s.visits[node])
             node = s.parent[node]
-    return count
+    return num_visited
+
+
+@kernel
+def rank_by_visits(num_visited: int, s: Scratch) -> int:
+    """Write the visited nodes but the root into ``heap``, most visited first; their number.
+
+    A counting sort. Among equals, children of the parent that was visited first come first, then
+    the more probable sibling. A parent has been visited at least as often as its child and comes
+    before it.
+    """
+    s.tally[: s.visits[0] + 2] = 0
+    for index in range(1, num_visited):
+        s.tally[s.visits[s.visited[index]]] += 1
+    position = 0
+    for visits in range(s.visits[0], -1, -1):
+        number = s.tally[visits]
+        s.tally[visits] = position
+        position += number
+    for index in range(num_visited):
+        parent = s.visited[index]
+        first = s.first_child[parent]
+        for node in range(first, first + s.num_seen[parent]):
+            s.heap[s.tally[s.visits[node]]] = node
+            s.tally[s.visits[node]] += 1
+    return num_visited - 1
 
 
 @kernel
@@ -336,30 +428,17 @@ def search_mcts(
 ) -> int:
     """The most visited nodes of an MCTS tree; returns their number."""
     max_depth = search.max_depth - (1 if search.greedy_extension else 0)
-    nodes = grow_tree(w1, w2, max_depth, base, request, slot, shared, lookup, search.iterations, s)
-    # Counting sort by visits; nodes of equal visits keep their order of creation. A parent has
-    # been visited at least as often as its child and was created before it, so it comes first.
-    highest = 0
-    for node in range(1, nodes):
-        highest = max(highest, s.visits[node])
-    s.num_seen[: highest + 1] = 0
-    for node in range(1, nodes):
-        s.num_seen[s.visits[node]] += 1
-    position = 0
-    for visits in range(highest, -1, -1):
-        number = s.num_seen[visits]
-        s.num_seen[visits] = position
-        position += number
-    for node in range(1, nodes):
-        s.heap[s.num_seen[s.visits[node]]] = node
-        s.num_seen[s.visits[node]] += 1
+    num_visited = grow_tree(
+        w1, w2, max_depth, base, request, slot, shared, lookup, search.iterations, s
+    )
+    num_ranked = rank_by_visits(num_visited, s)
     limit = search.max_sequences - 1 if search.max_sequences > 0 else budget
     room = len(s.node_tokens) if search.max_sequences > 0 else budget
     count = 0
     s.place[0] = -1
-    for rank in range(nodes - 1):
+    for rank in range(num_ranked):
         node = s.heap[rank]
-        if count >= limit or s.visits[node] == 0:
+        if count >= limit:
             break
         s.place[node] = -1
         if s.prob[node] < search.min_confidence:
@@ -423,47 +502,64 @@ def extend(
     return count
 
 
+class Results(NamedTuple):
+    """The drafts of a batch, in depth-first order."""
+
+    tokens: NDArray[np.int32]  # [num_reqs, M]
+    parents: NDArray[np.int32]  # [num_reqs, M]
+    probs: NDArray[np.float32]  # [num_reqs, M] of the paths
+    counts: NDArray[np.int64]  # [num_reqs] nodes
+
+
 @kernel
 def search_batch(
-    contexts: NDArray[np.int32],
-    slots: NDArray[np.int64],
-    rooms: NDArray[np.int64],
+    requests: NDArray[np.int64],
+    num: int,
     base: BaseArrays,
     request: OverlayArrays,
     shared: OverlayArrays,
-    lookup: Lookup,
-    search: Search,
-    s: Scratch,
-    out_tokens: NDArray[np.int32],
-    out_parents: NDArray[np.int32],
-    out_probs: NDArray[np.float32],
-    out_counts: NDArray[np.int64],
+    settings: NDArray[np.float64],
+    memory: Memory,
+    results: Results,
 ) -> None:
     """Draft for each request of a batch, serially; reads the overlays, writes only its outputs.
 
     Args:
-        contexts: [num_reqs, 2] int32 second-last (-1 = none) and last token.
-        slots: [num_reqs] int64 overlay of each request, -1 = none.
-        rooms: [num_reqs] int64 most nodes for each.
+        requests: [>= num, 4] int64 second-last token (-1 = none), last token, overlay (-1 = none)
+            and most nodes of each request.
+        num: Number of requests.
         base: The store.
         request: Overlays by request.
         shared: The shared overlay.
-        lookup: Settings of look-ups.
-        search: Settings of the search.
-        s: Work arrays.
-        out_tokens: [num_reqs, M] int32, filled in depth-first order.
-        out_parents: [num_reqs, M] int32, filled.
-        out_probs: [num_reqs, M] float32 path probabilities, filled.
-        out_counts: [num_reqs] int64, filled.
+        settings: [14] float64 the fields of :class:`Lookup`, then those of :class:`Search`.
+        memory: Work arrays.
+        results: Filled.
     """
-    for index in range(len(contexts)):
-        out_counts[index] = 0
-        w1 = int(contexts[index, 0])
-        w2 = int(contexts[index, 1])
-        budget = min(rooms[index], out_tokens.shape[1])
+    lookup = Lookup(
+        int(settings[0]),
+        int(settings[1]),
+        settings[2],
+        settings[3],
+        settings[4],
+        settings[5],
+        settings[6],
+        settings[7] != 0.0,
+    )
+    search = Search(
+        int(settings[8]),
+        int(settings[9]),
+        settings[10],
+        int(settings[11]),
+        int(settings[12]),
+        settings[13] != 0.0,
+    )
+    s = scratch_of(memory)
+    for index in range(num):
+        results.counts[index] = 0
+        w1, w2, slot = requests[index, 0], requests[index, 1], requests[index, 2]
+        budget = min(requests[index, 3], results.tokens.shape[1])
         if budget <= 0 or w2 < 0 or w2 >= lookup.vocab_size:
             continue
-        slot = slots[index]
         if search.mode == 0:
             count = search_chain(w1, w2, budget, base, request, slot, shared, lookup, search, s)
         elif search.mode == 1:
@@ -478,8 +574,13 @@ def search_batch(
             s.node_probs,
             count,
             s.order,
-            out_tokens[index],
-            out_parents[index],
-            out_probs[index],
+            results.tokens[index],
+            results.parents[index],
+            results.probs[index],
         )
-        out_counts[index] = count
+        results.counts[index] = count
+
+
+def settings_array(lookup: Lookup, search: Search) -> NDArray[np.float64]:
+    """The settings as :func:`search_batch` takes them: one array passes in a tenth of the time."""
+    return np.array([*lookup, *search], np.float64)

@@ -14,9 +14,11 @@ from vllm_spec_ext.proposers.adaptive_ngram.search import (
     BEST_FIRST,
     CHAIN,
     MCTS,
+    Results,
     Search,
-    make_scratch,
+    make_memory,
     search_batch,
+    settings_array,
 )
 from vllm_spec_ext.proposers.adaptive_ngram.store import BaseArrays, empty_arrays
 from vllm_spec_ext.proposers.adaptive_ngram.tree_order import depth_first, published_cut
@@ -74,25 +76,24 @@ class Model:
             "greedy_extension": False,
         }
         search = Search(**(settings | how))  # type: ignore[arg-type]
-        tokens, parents = np.zeros((1, budget), np.int32), np.zeros((1, budget), np.int32)
-        probs, counts = np.zeros((1, budget), np.float32), np.zeros(1, np.int64)
-        search_batch(
-            np.array([[w1, w2]], np.int32),
+        results = Results(
+            np.zeros((1, budget), np.int32),
+            np.zeros((1, budget), np.int32),
+            np.zeros((1, budget), np.float32),
             np.zeros(1, np.int64),
-            np.array([budget], np.int64),
+        )
+        search_batch(
+            np.array([[w1, w2, 0, budget]], np.int64),
+            1,
             self.base,
             self.request.arrays,
             self.shared.arrays,
-            self.lookup,
-            search,
-            make_scratch(budget),
-            tokens,
-            parents,
-            probs,
-            counts,
+            settings_array(self.lookup, search),
+            make_memory(budget),
+            results,
         )
-        n = int(counts[0])
-        return tree_paths(tokens[0, :n], parents[0, :n], probs[0, :n])
+        n = int(results.counts[0])
+        return tree_paths(results.tokens[0, :n], results.parents[0, :n], results.probs[0, :n])
 
     def brute_force(self, w1: int, w2: int, depth: int) -> dict[Node, float]:
         """Probability of every path up to a depth."""

@@ -78,6 +78,23 @@ class EngineServer:
             self.pipe.send(("progress", index))
         return scores
 
+    def trace(self, index: int) -> dict[str, Any]:
+        """Answer one question with every draft on record.
+
+        Returns:
+            ``prompt`` and ``output`` token ids, and ``steps`` as the worker records them.
+        """
+        engine = self._started()
+        engine.forget()
+        engine.llm.collective_rpc("spec_ext_record", args=(True,))
+        try:
+            records, _ = self._answer([index], 1, report=False)
+            steps = engine.llm.collective_rpc("spec_ext_recorded")[0]
+        finally:
+            engine.llm.collective_rpc("spec_ext_record", args=(False,))
+        prompt = engine.encode(self.questions[index].opening)
+        return {"prompt": prompt, "output": list(records[0].turns[0].token_ids), "steps": steps}
+
     def close(self) -> None:
         """End the engine, if there is one."""
         if self.engine is not None:

@@ -138,6 +138,19 @@ def run_point(
     batch_size: int,
 ) -> ReplayResult:
     """Replay one setting with a fresh proposer."""
+    instance, engine = start(method, point, recordings, tokenizer, tokenizer_name, batch_size)
+    return replay(instance, recordings, engine, batch_size=batch_size)
+
+
+def start(
+    method: str,
+    point: Point,
+    recordings: Sequence[Recording],
+    tokenizer: object | None,
+    tokenizer_name: str,
+    batch_size: int,
+) -> tuple[BaseProposer, EngineHandle]:
+    """A proposer that is ready to replay these recordings, and the engine it believes in."""
     cls: type[BaseProposer] = registry.load(method)
     instance: Any = cls(point.options)
     longest = max(len(r.prompt_token_ids) + len(r.output_token_ids) for r in recordings)
@@ -150,7 +163,7 @@ def run_point(
         load_tokenizer=lambda: tokenizer,
     )
     instance.start(engine)
-    return replay(instance, recordings, engine, batch_size=batch_size)
+    return instance, engine
 
 
 def _vocab_size(recordings: Sequence[Recording], tokenizer: object | None) -> int:

@@ -23,6 +23,7 @@ from vllm_spec_ext.engine.platform_bugs import chain_sampling_is_broken
 from vllm_spec_ext.engine.relaxed_rule import RelaxedRule
 from vllm_spec_ext.engine.request_state import RequestState, read_request
 from vllm_spec_ext.engine.spec_config import SpecExtConfig
+from vllm_spec_ext.engine.step_log import StepLog
 from vllm_spec_ext.engine.tree_attention import TreeAttention, unsupported_reason, with_scratch
 from vllm_spec_ext.engine.tree_plan import (
     RequestRows,
@@ -72,6 +73,7 @@ class SpecRunnerMixin:
         self._last_walk = None
         self._cost = VerificationCost()
         self._step_start: float | None = None
+        self.step_log: StepLog | None = None
         self._walk_sampled_chains = chain_sampling_is_broken(self.device)
         settings = self.speculative_config.spec_ext
         self._relaxed_rule: RelaxedRule | None = None
@@ -107,6 +109,8 @@ class SpecRunnerMixin:
         gone.update(scheduler_output.preempted_req_ids or ())
         if gone:
             self.drafter.finish(sorted(gone))
+            if self.step_log is not None:
+                self.step_log.forget(sorted(gone))
             for request_id in gone:
                 self._states.pop(request_id, None)
                 self._trees.pop(request_id, None)
@@ -277,6 +281,7 @@ class SpecRunnerMixin:
             hidden = sample_hidden_states[[last[row] for row in rows]]
         outcomes = self._outcomes(sampled_token_ids)
         context = StepContext(steps, hidden, self._min_probability(len(steps)))
+        self._log_outcomes(rows, sampled_token_ids)
         drafts = self.drafter.draft(context, outcomes)
         result: list[list[int]] = [[] for _ in sampled_token_ids]
         num_free = len(self._tree_attention.scratch) if self._tree_attention is not None else 0
@@ -287,6 +292,8 @@ class SpecRunnerMixin:
             self._trees.pop(step.request_id, None)
             if is_branching(parents):
                 self._trees[step.request_id] = (result[row], parents)
+            if self.step_log is not None:
+                self.step_log.drafted(step.request_id, result[row], parents, draft)
         return result
 
     def _observe_cost(self, sampled_token_ids: list[list[int]]) -> None:
@@ -387,6 +394,18 @@ class SpecRunnerMixin:
                 request_id = self.input_batch.req_ids[row]
                 outcomes.append(StepOutcome(request_id, num_drafted, len(tokens) - 1))
         return outcomes
+
+    def _log_outcomes(self, rows: Sequence[int], sampled_token_ids: list[list[int]]) -> None:
+        if self.step_log is None:
+            return
+        for row in rows:
+            tokens = sampled_token_ids[row]
+            accepted: Sequence[int] = range(len(tokens) - 1)  # of a chain
+            if self._last_walk is not None:
+                accepted = self._last_walk.accepted[row, : len(tokens) - 1].tolist()
+            self.step_log.judged(
+                self.input_batch.req_ids[row], self._drafts_of_step[row], accepted, tokens
+            )
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 from typing import Any
 
 from vllm_spec_ext.engine.runner import specialise
+from vllm_spec_ext.engine.step_log import StepLog
 
 
 class SpecWorkerMixin:
@@ -33,3 +34,15 @@ class SpecWorkerMixin:
     def spec_ext_reset(self) -> None:
         """Forget what the proposer learned, for measurements that must start cold."""
         self.model_runner.drafter.reset()
+
+    def spec_ext_record(self, wanted: bool) -> None:
+        """Switch the recording of drafts and their outcomes on (afresh) or off."""
+        self.model_runner.step_log = StepLog() if wanted else None
+
+    def spec_ext_recorded(self) -> list[dict[str, Any]]:
+        """The steps recorded since they were asked for last, see :class:`StepLog`."""
+        log = self.model_runner.step_log
+        steps = [] if log is None else list(log.steps)
+        if log is not None:
+            log.steps.clear()
+        return steps

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-spec explain-step` on the real small model, as a user calls it."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.skipif(
+        not any(entry.name == "spec_ext" for entry in entry_points(group="vllm.general_plugins")),
+        reason="needs this package installed, so that vLLM finds its entry point",
+    ),
+]
+
+
+def test_a_step_of_a_real_request(tmp_path: Path) -> None:
+    from vllm_spec_ext.cli.demo_model import ensure_demo_model
+
+    model = os.environ.get("VLLM_SPEC_TEST_MODEL") or str(ensure_demo_model())
+    svg = tmp_path / "tree.svg"
+    command = [sys.executable, "-m", "vllm_spec_ext.cli.main", "explain-step", "--json"]
+    command += ["--model", model, "--max-tokens", "24", "--svg", str(svg)]
+    command += ["--prompt", "Repeat this line three times: one two three one two three"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    nodes, new = len(shown["tokens"]), shown["new_tokens"]
+    assert nodes == len(shown["parents"]) == len(shown["path_probs"]) == len(shown["texts"]) > 0
+    # What stands is what the target said, token by token.
+    assert [shown["tokens"][node] for node in shown["accepted"]] == new[:-1]
+    assert svg.read_text(encoding="utf-8").startswith("<svg")

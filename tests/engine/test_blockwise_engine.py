@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blockwise heads in the engine: identity, chains and trees, and no extra target pass."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generation import run, tokens
+from scenarios import PROMPTS, SCENARIOS, Scenario
+from tiny_model import VOCAB_SIZE
+
+from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig
+from vllm_spec_ext.training.checkpoint import save_heads
+from vllm_spec_ext.training.evaluate import HeadFigures
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untrained heads: they repeat the target's own next token, or guess wrongly."""
+    folder = tmp_path_factory.mktemp("heads") / "heads"
+    config = HeadsConfig.model_validate(
+        {
+            "target": "tiny",
+            "hidden_size": 128,
+            "vocab_size": VOCAB_SIZE,
+            "num_heads": 3,
+            "head_width": 16,
+        }
+    )
+    module = BlockwiseHeads(config)
+    torch.manual_seed(3)
+    torch.nn.init.normal_(module.w_out, std=0.3)
+    accuracy = [dict.fromkeys(("top1", "top2", "top3", "top5"), 0.0)] * 3
+    save_heads(folder, config, module, "fp32", HeadFigures(1, 1, 1.0, accuracy, 1.0, 1.0, 8, 1.0))
+    return folder
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["mixed_lengths", "penalties", "logprobs", "max_model_len"])
+def test_same_tokens(name: str, tree: bool, heads: Path, make_engine: Any) -> None:
+    expected = tokens(run(make_engine(), SCENARIOS[name]))
+    config = {
+        "method": "blockwise",
+        "model": str(heads),
+        "tree": tree,
+        "num_speculative_tokens": 8 if tree else 3,
+    }
+    engine = make_engine(speculative_config=config)
+    assert tokens(run(engine, SCENARIOS[name])) == expected
+
+
+def test_no_extra_target_pass(
+    heads: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scoring one block and proposing the next share a forward pass: blocks + 1 in all."""
+    config = {"method": "blockwise", "model": str(heads), "num_speculative_tokens": 3}
+    engine = make_engine(speculative_config=config)
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    forward, passes = runner._model_forward, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        passes.append(1)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "_model_forward", counted)
+    core = engine.llm_engine
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=24, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+    core.add_request("blocks", PROMPTS[0], params)
+    blocks = 0
+    while core.has_unfinished_requests():
+        blocks += sum(bool(out.outputs[0].token_ids) for out in core.step())
+    # The first block comes out of the prefill's own pass, so passes = remaining blocks + 1.
+    assert len(passes) == blocks
+
+
+def test_heads_of_another_model_are_refused(heads: Path, make_engine: Any, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    other = tmp_path / "other"
+    shutil.copytree(heads, other)
+    config = json.loads((other / "config.json").read_text())
+    config["hidden_size"] = 64
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Exception, match="hidden"):
+        make_engine(speculative_config={"method": "blockwise", "model": str(other)})
+    assert run(make_engine(), Scenario([{"max_tokens": 2}], PROMPTS[:1]))

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of a draft tree is valid XML, holds every token and marks the accepted path."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from vllm_spec_ext.draw_tree import draw_tree, tree_rows, visible
+from vllm_spec_ext.errors import SpecExtError
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_every_token_is_drawn_and_the_accepted_path_marked() -> None:
+    text = draw_tree(
+        [" a", "<b>", "c&d", " e"],
+        [-1, 0, -1, 2],
+        [2, 3],
+        'title "x" < y',
+        root="\n",
+        bonus="end",
+        probs=[0.5, 0.25, 0.2, 0.1],
+    )
+    drawing = ElementTree.fromstring(text)
+    groups = drawing.findall(f"{SVG}g")
+    labels = {group.findtext(f"{SVG}text"): group.get("class") for group in groups}
+    assert labels == {
+        "⏎": "accepted",
+        "␣a": None,
+        "<b>": None,
+        "c&d": "accepted",
+        "␣e": "accepted",
+        "end": "bonus",
+    }
+    edges = [path.get("class") for path in drawing.findall(f"{SVG}path")]
+    assert edges == [None, None, "accepted", "accepted", "bonus"]
+    assert "prefers-color-scheme: dark" in text
+    assert [note.text for note in drawing.iter(f"{SVG}text") if note.get("class") == "note"] == [
+        "0.50",
+        "0.25",
+        "0.20",
+        "0.10",
+    ]
+
+
+def test_no_two_nodes_stand_in_the_same_place() -> None:
+    parents = [-1, 0, 0, 1, -1, 4, 4]
+    text = draw_tree([str(i) for i in range(7)], parents, [], "t")
+    boxes = [(r.get("x"), r.get("y")) for r in ElementTree.fromstring(text).iter(f"{SVG}rect")]
+    assert len(set(boxes)) == len(boxes) == 8
+
+
+def test_the_first_child_stands_beside_its_parent() -> None:
+    #  0 ─ 1 ─ 2
+    #    │   └ 3
+    #    └ 4
+    assert tree_rows([-1, 0, 1, 1, 0]) == [0, 0, 0, 1, 2]
+
+
+def test_an_empty_draft_shows_the_root_and_the_targets_token() -> None:
+    drawing = ElementTree.fromstring(draw_tree([], [], [], "t", root="a", bonus="b"))
+    assert len(list(drawing.iter(f"{SVG}rect"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("parents", "accepted", "reason"),
+    [([0], [], "expected -1"), ([-1, -1], [], "parents"), ([-1], [1], "no path")],
+)
+def test_what_is_no_tree_is_refused(parents: list[int], accepted: list[int], reason: str) -> None:
+    with pytest.raises(SpecExtError, match=reason):
+        draw_tree(["a"], parents, accepted, "t")
+
+
+def test_visible_text() -> None:
+    assert visible(" a\n") == "␣a⏎"
+    assert visible("") == "∅"
+    assert len(visible("x" * 100)) == 18
+
+
+def test_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from vllm_spec_ext.tree_image import write_png
+
+    path = tmp_path / "tree.png"
+    write_png(path, ["a$", "b"], [-1, 0], [0], "t", root="r", bonus="x")
+    assert path.read_bytes().startswith(b"\x89PNG")

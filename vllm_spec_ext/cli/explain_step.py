@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-spec explain-step``: one step of one request, with what was drafted and what stood."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from vllm_spec_ext.bench import prompts
+from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed
+from vllm_spec_ext.bench.methods import from_settings
+from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.vllm_engine import Sampling
+from vllm_spec_ext.cli.bench import EXIT_FAILED, demo_model
+from vllm_spec_ext.cli.corpus import load_tokenizer
+from vllm_spec_ext.cli.simulate import BUDGET, make_points, parse_grid, read_recordings, start
+from vllm_spec_ext.config import parse_options
+from vllm_spec_ext.draw_tree import check_tree, draw_tree, visible
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import Draft, Proposer, StepContext, StepOutcome
+from vllm_spec_ext.replay import Recording, replay
+
+ENGINE = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 1}
+DEFAULT_PROMPT = "Write a Python class for a stack with push, pop and peek."
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """One step that verified a draft."""
+
+    tokens: list[int]  # [n] draft nodes
+    parents: list[int]  # [n] -1 = the last verified token
+    path_probs: list[float]  # [n] the proposer's estimate; empty = it gave none
+    accepted: list[int]  # nodes, in order
+    new_tokens: list[int]  # accepted tokens and the target's own
+    context: list[int]  # the last tokens before the step
+
+    @property
+    def num_segments(self) -> int:
+        """Runs of nodes each of which continues the node before it."""
+        return sum(parent != node - 1 or not node for node, parent in enumerate(self.parents))
+
+    @property
+    def off_first_path(self) -> int:
+        """Accepted nodes that are not on the draft's first path."""
+        first = 0
+        while first < len(self.parents) and self.parents[first] == first - 1:
+            first += 1
+        return sum(node >= first for node in self.accepted)
+
+
+def choose(steps: Sequence[DraftStep], number: int | None) -> int:
+    """Index of the step to show.
+
+    Args:
+        steps: All steps of the request after its prefill.
+        number: Counted from 1; None = the one with most accepted tokens off the first path, and
+            among equals the most accepted tokens.
+
+    Raises:
+        SpecExtError: No such step, or no step drafted at all.
+    """
+    if number is not None:
+        if not 1 <= number <= len(steps):
+            raise SpecExtError(f"--step: found {number}, expected 1 to {len(steps)}")
+        return number - 1
+    drafted = [index for index, step in enumerate(steps) if step.tokens]
+    if not drafted:
+        raise SpecExtError(
+            "no step of this request verified a draft; try another prompt, more --max-tokens or a "
+            "lower min_confidence"
+        )
+    return max(drafted, key=lambda i: (steps[i].off_first_path, len(steps[i].accepted)))
+
+
+class _Witness:
+    """Stands between replay and a proposer, and keeps each draft with what the recording says."""
+
+    def __init__(self, proposer: Proposer, recording: Recording) -> None:
+        self.proposer = proposer
+        self.tokens = [*recording.prompt_token_ids, *recording.output_token_ids]
+        self.steps: list[DraftStep] = []
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        drafts = self.proposer.propose(step)
+        for request, draft in zip(step.requests, drafts, strict=True):
+            known = len(request.token_ids)
+            self.steps.append(
+                judge(draft, self.tokens[known:], self.tokens[max(0, known - 8) : known])
+            )
+        return drafts
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        self.proposer.observe(outcomes)
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        self.proposer.finish(request_ids)
+
+
+def judge(draft: Draft, recorded: Sequence[int], context: Sequence[int]) -> DraftStep:
+    """What a target that says ``recorded`` makes of a draft."""
+    size = len(draft)
+    parents = list(range(-1, size - 1)) if draft.parents is None else draft.parents.tolist()
+    accepted: list[int] = []
+    for node, token in enumerate(draft.tokens.tolist()):
+        above = accepted[-1] if accepted else -1
+        if (
+            len(accepted) < len(recorded)
+            and parents[node] == above
+            and token == recorded[len(accepted)]
+        ):
+            accepted.append(node)
+    probs = [] if draft.path_probs is None else draft.path_probs.tolist()
+    new = list(recorded[: len(accepted) + 1])
+    return DraftStep(draft.tokens.tolist(), parents, probs, accepted, new, list(context))
+
+
+def from_engine(trace: dict[str, Any]) -> list[DraftStep]:
+    """Steps after the prefill, from what the engine recorded."""
+    known = list(trace["prompt"])
+    steps = []
+    for row in trace["steps"]:
+        context = known[-8:]
+        known += row["new_tokens"]
+        if len(known) == len(trace["prompt"]) + len(row["new_tokens"]) and not row["tokens"]:
+            continue  # the prefill
+        fields = ("tokens", "parents", "path_probs", "accepted", "new_tokens")
+        steps.append(DraftStep(**{name: row[name] for name in fields}, context=context))
+    return steps
+
+
+def rich_tree(step: DraftStep, texts: Sequence[str], root: str, bonus: str) -> Tree:
+    """The draft as a tree for the terminal: accepted nodes green, the target's token yellow."""
+    check_tree(len(texts), step.parents, step.accepted)
+    top = Tree(Text(visible(root), style="bold"))
+    branches = [top]
+    for node, text in enumerate(texts):
+        stands = node in step.accepted
+        label = Text(visible(text), style="bold green" if stands else "")
+        if step.path_probs:
+            label.append(f"  {step.path_probs[node]:.3f}", style="dim")
+        if stands:
+            label.append("  accepted", style="green")
+        branches.append(branches[step.parents[node] + 1].add(label))
+    last = branches[step.accepted[-1] + 1] if step.accepted else top
+    last.add(Text.assemble((visible(bonus), "bold yellow"), ("  the target's own", "yellow")))
+    return top
+
+
+def explain_step(
+    model: Annotated[
+        str | None, typer.Option(help="Target; by default the small one that is fetched.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="Proposer.")] = "adaptive_ngram",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Option: key=value; may be repeated.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="What to ask.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option("--prompts", help="Prompt file, or `bundled`.")
+    ] = None,
+    index: Annotated[int, typer.Option(min=0, help="Which prompt or recording, from 0.")] = 0,
+    step: Annotated[int | None, typer.Option(help="Which step after the prefill, from 1.")] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The step with most tokens off the first path (default).")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of the answer.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Type of weights and activations.")] = "bfloat16",
+    recordings: Annotated[
+        Path | None, typer.Option("--replay", help="Recorded outputs instead of an engine.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the tree into this file.")] = None,
+    png: Annotated[Path | None, typer.Option(help="The same, by matplotlib.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run one greedy request and show a step: the draft, what was accepted, what it cost.
+
+    Exit status: 0 if all went well, 1 if the engine failed, 2 on bad input.
+    """
+    if best and step is not None:
+        raise SpecExtError("give --step or --best, not both")
+    if sum(given is not None for given in (prompt, prompt_file, recordings)) > 1:
+        raise SpecExtError("give one of --prompt, --prompts and --replay")
+    grid = parse_grid(settings or [])
+    if len(grid) != 1:
+        raise SpecExtError("--set: one value for each option; grids are for `vllm-spec simulate`")
+    target = model or demo_model()
+    if recordings is not None:
+        steps = replayed(recordings, index, method, grid[0], target)
+    else:
+        question = _question(prompt, prompt_file, index)
+        steps = run_engine(target, method, grid[0], question, max_tokens, dtype)
+    number = choose(steps, step)
+    tokenizer: Any = load_tokenizer(target)
+    show(steps, number, method, tokenizer, svg=svg, png=png, as_json=as_json)
+
+
+def _question(prompt: str | None, file: str | None, index: int) -> Question:
+    if file is None:
+        return Question(1, "all", ({"role": "user", "content": prompt or DEFAULT_PROMPT},))
+    questions = prompts.load(file, field="prompt", template=None, limit=None)
+    if index >= len(questions):
+        raise SpecExtError(f"--index: found {index}, expected 0 to {len(questions) - 1}")
+    return questions[index]
+
+
+def replayed(
+    path: Path, index: int, method: str, given: dict[str, Any], target: str
+) -> list[DraftStep]:
+    """Steps of a recorded output, without an engine."""
+    tokenizer = load_tokenizer(target)
+    items = read_recordings(path, tokenizer)
+    if index >= len(items):
+        raise SpecExtError(f"--index: found {index}, expected 0 to {len(items) - 1}")
+    point = make_points(method, [given])[0]
+    proposer, engine = start(method, point, [items[index]], tokenizer, target, 1)
+    witness: Any = _Witness(proposer, items[index])
+    replay(witness, [items[index]], engine)
+    return witness.steps
+
+
+def run_engine(
+    target: str,
+    method: str,
+    given: dict[str, Any],
+    question: Question,
+    max_tokens: int,
+    dtype: str,
+) -> list[DraftStep]:
+    """Steps of one greedy request on a real engine, in a child process."""
+    info = registry.info(method)  # a wrong name or option is refused before the engine starts
+    parse_options(info.options, {k: v for k, v in given.items() if k != BUDGET}, method)
+    logs = Path(tempfile.mkdtemp(prefix="vllm-spec-step-"))
+    status = Console(stderr=True)
+    try:
+        with (
+            status.status("starting the engine and answering"),
+            EngineClient(method, logs / "engine.log") as engine,
+        ):
+            engine.start(
+                target,
+                from_settings(method, given),
+                {**ENGINE, "dtype": dtype},
+                Sampling(max_tokens),
+            )
+            engine.prepare([question], 0, 1)
+            trace = engine.trace(0)
+    except EngineFailed as error:
+        status.print(f"vllm-spec: {error}; its log: {logs}", markup=False, highlight=False)
+        raise typer.Exit(EXIT_FAILED) from error
+    shutil.rmtree(logs, ignore_errors=True)
+    return from_engine(trace)
+
+
+def show(
+    steps: Sequence[DraftStep],
+    number: int,
+    method: str,
+    tokenizer: Any,
+    *,
+    svg: Path | None,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Print one step and write its pictures."""
+    step = steps[number]
+    texts = [tokenizer.decode([token]) for token in step.tokens]
+    root = tokenizer.decode(step.context[-1:])
+    bonus = tokenizer.decode(step.new_tokens[-1:])
+    summary = (
+        f"step {number + 1} of {len(steps)}: {len(step.tokens)} nodes in {step.num_segments} "
+        f"segments, {len(step.accepted)} accepted"
+    )
+    if as_json:
+        fields = {
+            "method": method,
+            "step": number + 1,
+            "num_steps": len(steps),
+            "num_segments": step.num_segments,
+            "texts": texts,
+            "context_text": tokenizer.decode(step.context),
+            "bonus_text": bonus,
+            **asdict(step),
+        }
+        print(json.dumps(fields, indent=2))
+    else:
+        out = Console(highlight=False)
+        out.print(f"{method}, {summary} ({step.off_first_path} off the first path)", markup=False)
+        out.print(f"after: …{tokenizer.decode(step.context)!r}", markup=False)
+        out.print(rich_tree(step, texts, root, bonus))
+        mean = sum(len(some.new_tokens) for some in steps) / len(steps)
+        out.print(f"whole answer: {mean:.2f} tokens a step")
+    title = f"{method}, {summary}"
+    if svg is not None:
+        svg.write_text(
+            draw_tree(
+                texts,
+                step.parents,
+                step.accepted,
+                title,
+                root=root,
+                bonus=bonus,
+                probs=step.path_probs,
+            ),
+            encoding="utf-8",
+        )
+    if png is not None:
+        from vllm_spec_ext.tree_image import write_png
+
+        write_png(png, texts, step.parents, step.accepted, title, root=root, bonus=bonus)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records what was drafted and what the target made of it, for `vllm-spec explain-step`.
+
+Off unless a caller asks the worker for it; the runner then calls the two methods once a step.
+Everything recorded is made of plain lists, which vLLM's RPC can carry.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_spec_ext.proposers.base import Draft
+
+MAX_STEPS = 10_000
+
+
+class StepLog:
+    """The last steps with a draft, and the drafts that wait for their step."""
+
+    def __init__(self) -> None:
+        self.steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
+        self._waiting: dict[str, tuple[list[int], list[int], list[float]]] = {}
+
+    def drafted(
+        self, request_id: str, tokens: Sequence[int], parents: Sequence[int], draft: Draft
+    ) -> None:
+        """Remember a draft until it is judged.
+
+        Args:
+            request_id: Whose draft.
+            tokens: [n] what is left of the draft for the next step.
+            parents: [n] parent of each node, -1 = the last verified token.
+            draft: As the proposer made it, at least n nodes.
+        """
+        probs = [] if draft.path_probs is None else draft.path_probs[: len(tokens)].tolist()
+        self._waiting[request_id] = (list(tokens), list(parents), probs)
+
+    def judged(
+        self, request_id: str, scheduled: Sequence[int], accepted: Sequence[int], new: Sequence[int]
+    ) -> None:
+        """Record a step of a request.
+
+        Args:
+            request_id: Whose step.
+            scheduled: Draft tokens that were really verified, a prefix of the draft.
+            accepted: Nodes on the accepted path, in order.
+            new: The step's new tokens; the last one is the target's own.
+        """
+        tokens, parents, probs = self._waiting.pop(request_id, ([], [], []))
+        size = len(scheduled)
+        if tokens[:size] != list(scheduled):  # placeholders of a resumed request
+            tokens, parents, probs, size = [], [], [], 0
+        self.steps.append(
+            {
+                "request_id": request_id,
+                "tokens": tokens[:size],
+                "parents": parents[:size],
+                "path_probs": probs[:size],
+                "accepted": [int(node) for node in accepted] if size else [],
+                "new_tokens": [int(token) for token in new],
+            }
+        )
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Drop the waiting drafts of requests that are gone."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
