@@ -202,9 +202,7 @@ def test_segments_without_scratch_are_ignored(
     """As when trees that were kept for a later step meet: the plan itself must cope."""
     attention = runner_of(tree_engine)._tree_attention
     monkeypatch.setattr(attention, "scratch", attention.scratch[:3])
-    monkeypatch.setattr(
-        runner_module, "fitting_prefix", lambda parents, *args: (len(parents), 0)
-    )
+    monkeypatch.setattr(runner_module, "fitting_prefix", lambda parents, *args: (len(parents), 0))
     dropped: list[int] = []
     _change_plan(monkeypatch, lambda plan, requests: dropped.append(plan.num_dropped))
     assert tokens(run(tree_engine, SCENARIO, truths(expected))) == expected

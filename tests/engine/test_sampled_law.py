@@ -22,9 +22,9 @@ from vllm_spec_ext.engine.node_sampling import expand_metadata
 from vllm_spec_ext.scorers.tree import Walk
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and"
-NUM_SAMPLES = 1000
+NUM_SAMPLES = 600
 NUM_TOKENS = 3  # whose joint law is compared ...
-MAX_TOKENS = 9  # ... out of so many, because a draft holds no more nodes than tokens are left
+MAX_TOKENS = 7  # ... out of so many, because a draft holds no more nodes than tokens are left
 SAME, DIFFERENT = 1e-3, 1e-9
 
 # Few outcomes each, so that the joint law has few cells.
@@ -59,7 +59,7 @@ class Chances:
 
 @pytest.fixture(scope="module")
 def engines(make_engine: Any) -> dict[str, Any]:
-    common = {"max_num_seqs": 64, "max_num_batched_tokens": 1100}
+    common = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
     fixed = {"method": "fixed", "num_speculative_tokens": 16}
     copy = {"method": "input_copy", "num_speculative_tokens": 8}
     return {
@@ -82,8 +82,12 @@ def sample(engines: dict[str, Any], chances: Chances) -> Sample:
         torch.manual_seed(seed)
         given = chances.params(law)
         own = given.pop("seed", None)
+        if engine == "plain":
+            given["max_tokens"] = NUM_TOKENS
         params = [
-            sampling_params(given if own is None else {**given, "seed": own + i + 10_000 * seed}, extra)
+            sampling_params(
+                given if own is None else {**given, "seed": own + i + 10_000 * seed}, extra
+            )
             for i in range(NUM_SAMPLES)
         ]
         outputs = engines[engine].generate([PROMPT] * NUM_SAMPLES, params, use_tqdm=False)
@@ -113,9 +117,7 @@ def draft_of(kind: str, chances: Chances, law: str) -> dict[str, Any]:
         return {"tokens": [worst, worst, likely[0], worst]}
     first, second = likely[:2]
     # Two children at the root and below, the likelier one not always first.
-    tokens = [second, first, second, first, second, first, first]
-    parents = [-1, 0, 0, -1, 3, 3, 5]
-    return {"tokens": tokens, "parents": parents}
+    return {"tokens": [second, first, first, second, first], "parents": [-1, 0, -1, 2, 2]}
 
 
 def accepted_by(engines: dict[str, Any]) -> tuple[int, int]:
@@ -125,7 +127,7 @@ def accepted_by(engines: dict[str, Any]) -> tuple[int, int]:
     return result
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", ["temperature_0.7", "own_seeds"])
 def test_plain_sampling_agrees_with_itself(law: str, sample: Sample, plain_samples: Any) -> None:
     """The yardstick: other seeds, the same law; and there is more than one outcome."""
     assert len(set(plain_samples(law))) > 10
@@ -134,9 +136,13 @@ def test_plain_sampling_agrees_with_itself(law: str, sample: Sample, plain_sampl
 
 @pytest.mark.parametrize(
     ("kind", "law"),
-    [*(("tree", law) for law in LAWS), ("unlikely_chain", "temperature_1"), ("unlikely_chain", "top_k")],
+    [
+        *(("tree", law) for law in LAWS),
+        ("unlikely_chain", "temperature_1"),
+        ("unlikely_chain", "top_k"),
+    ],
 )
-def test_drafts_do_not_change_the_law(  # noqa: PLR0917
+def test_drafts_do_not_change_the_law(
     kind: str,
     law: str,
     engines: dict[str, Any],
@@ -215,7 +221,7 @@ def _walk(batch: Any, logits: Any, drawn: Callable[[int, int], int], last: np.nd
         (draw_once_per_path, "temperature_1"),
     ],
 )
-def test_known_bugs_are_caught(  # noqa: PLR0917
+def test_known_bugs_are_caught(
     bug: Any,
     law: str,
     chances: Chances,
@@ -247,7 +253,10 @@ def test_probe_tells_a_working_sampler_from_a_broken_one(
 
 
 def test_vllms_sampler_on_a_broken_platform_is_why_we_walk(
-    engines: dict[str, Any], chances: Chances, sample: Sample, plain_samples: Any,
+    engines: dict[str, Any],
+    chances: Chances,
+    sample: Sample,
+    plain_samples: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without our walk a sampled chain with top-k goes wrong there, by a crash or in its law."""
