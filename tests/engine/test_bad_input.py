@@ -76,7 +76,9 @@ def test_a_proposer_without_a_default_length(
         """Drafts nothing."""
 
     monkeypatch.setitem(registry.BUILTIN, "short", f"{__name__}:Short")
-    monkeypatch.setattr("test_bad_input.Short", proposer("short", summary="x")(Short), raising=False)
+    monkeypatch.setattr(
+        "test_bad_input.Short", proposer("short", summary="x")(Short), raising=False
+    )
     with pytest.raises(SpecExtError, match='add "num_speculative_tokens": N with 1 <= N <= 128'):
         start(tiny_model, {"method": "short"})
 
