@@ -6,11 +6,8 @@ vLLM calls :func:`register` in every process it starts. It wraps one function,
 module is in use; the wrapper hands every configuration that is not ours to vLLM unchanged.
 """
 
-import difflib
 import functools
-import importlib.util
 import logging
-import re
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -94,6 +91,9 @@ def _explain_misspelt_method(error: ValueError) -> None:
     wrong = next((problem for problem in problems if problem["loc"] == ("method",)), None)
     if wrong is None or not isinstance(wrong["input"], str):
         return
+    import difflib
+    import re
+
     from vllm_spec_ext.errors import UnknownNameError
     from vllm_spec_ext.proposers import registry
 
@@ -112,6 +112,8 @@ class _WrapOnImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != _ARGUMENTS_MODULE:
             return None
+        import importlib.util
+
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:

@@ -26,10 +26,10 @@ def fresh_process(code: str) -> str:
 
 def test_import_is_cheap_and_loads_no_torch() -> None:
     code = (
-        "import time; start = time.perf_counter()\n"
+        "import time; start = time.process_time()\n"
         "from vllm_spec_ext import plugin\n"
         "plugin.register(); plugin.register()\n"
-        "took = (time.perf_counter() - start) * 1e3\n"
+        "took = (time.process_time() - start) * 1e3\n"
         "import sys\n"
         "loaded = [m for m in ('torch', 'vllm', 'numpy', 'numba', 'pydantic') if m in sys.modules]\n"
         "finders = [f for f in sys.meta_path if type(f).__module__ == plugin.__name__]\n"
@@ -38,7 +38,7 @@ def test_import_is_cheap_and_loads_no_torch() -> None:
     results = [fresh_process(code).split(" ", 2) for _ in range(3)]
     assert all(loaded == "[]" for *_, loaded in results)
     assert all(finders == "1" for _, finders, _ in results)
-    # The best of three: other work on the machine is not the plugin's cost.
+    # Processor time, and the best of three: other work on the machine is not the plugin's cost.
     assert min(float(took) for took, *_ in results) < IMPORT_BUDGET_MS
 
 
