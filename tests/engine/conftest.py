@@ -43,7 +43,8 @@ def _one_process_many_engines() -> Iterator[None]:
     """
     from vllm.triton_utils import dispatcher
 
-    original, seen = dispatcher.register_kernels, []
+    original = dispatcher.register_kernels
+    seen: list[bool] = []
 
     def register_once(overrides: Any) -> None:
         if not seen:

@@ -25,7 +25,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and"
 NUM_SAMPLES = 600
 NUM_TOKENS = 3  # whose joint law is compared ...
 MAX_TOKENS = 7  # ... out of so many, because a draft holds no more nodes than tokens are left
-SAME, DIFFERENT = 1e-3, 1e-9
+SAME, DIFFERENT = 1e-3, 1e-6
 
 # Few outcomes each, so that the joint law has few cells.
 LAWS: dict[str, dict[str, Any]] = {

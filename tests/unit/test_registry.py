@@ -70,29 +70,31 @@ def test_names_load_nothing(install: Install) -> None:
 
 def test_duplicates_are_refused(install: Install) -> None:
     install(echo="echo_package:Echo", echo_="other_package:Echo")
-    with pytest.raises(SpecExtError, match="two proposers are called 'echo'.*uninstall or rename"):
+    with pytest.raises(SpecExtError, match=r"two proposers are called 'echo'.*uninstall or rename"):
         registry.names()
     install(input_copy="echo_package:Echo")
-    with pytest.raises(SpecExtError, match="two proposers are called 'input_copy'"):
+    with pytest.raises(SpecExtError, match=r"two proposers are called 'input_copy'"):
         registry.names()
 
 
 def test_classes_without_the_decorator_or_under_another_name(install: Install) -> None:
     install(bare="echo_package:Bare", wrong_name="echo_package:Echo")
     for name in ("bare", "wrong_name"):
-        with pytest.raises(SpecExtError, match=f"not a class decorated with @proposer.'{name}'"):
+        with pytest.raises(SpecExtError, match=rf"not a class decorated with @proposer.'{name}'"):
             registry.load(name)
 
 
 def test_modules_that_cannot_be_imported(install: Install) -> None:
     install(broken="broken_package:Broken", missing="echo_package:Nothing")
-    with pytest.raises(SpecExtError, match="'broken' .*cannot be imported: No module named"):
+    with pytest.raises(SpecExtError, match=r"'broken' .*cannot be imported: No module named"):
         registry.load("broken")
-    with pytest.raises(SpecExtError, match="'missing' .*cannot be imported"):
+    with pytest.raises(SpecExtError, match=r"'missing' .*cannot be imported"):
         registry.load("missing")
 
 
 def test_unknown_method_offers_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="unknown speculative method: 'input_copi'") as error:
+    with pytest.raises(
+        UnknownNameError, match=r"unknown speculative method: 'input_copi'"
+    ) as error:
         registry.load("input_copi")
     assert "Did you mean 'input_copy'?" in str(error.value)
