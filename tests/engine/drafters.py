@@ -22,7 +22,7 @@ from vllm_spec_ext.proposers.base import (
 class OracleRequest(RequestOptions):
     """The request's true output, as plain decoding gave it."""
 
-    truth: list[int] = []
+    truth: list[int] = []  # noqa: RUF012 (pydantic copies defaults)
 
 
 class OracleOptions(MethodOptions):
@@ -125,7 +125,7 @@ class Noise(Recorder):
 class FixedRequest(RequestOptions):
     """The draft itself, the same in every step."""
 
-    tokens: list[int] = []
+    tokens: list[int] = []  # noqa: RUF012 (pydantic copies defaults)
     parents: list[int] | None = None
 
 
