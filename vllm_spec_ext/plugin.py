@@ -7,7 +7,6 @@ module is in use; the wrapper hands every configuration that is not ours to vLLM
 """
 
 import functools
-import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
@@ -55,7 +54,11 @@ def wrap_arguments(module: ModuleType) -> None:
     ) -> Any:
         method = requested_method(self)
         if method is None:
-            return original(self, target_model_config, target_parallel_config)
+            try:
+                return original(self, target_model_config, target_parallel_config)
+            except ValueError as error:
+                _explain_misspelt_method(error)
+                raise
         from vllm_spec_ext.engine.spec_config import build_spec_config
 
         return build_spec_config(self, method, target_model_config, target_parallel_config)
@@ -76,6 +79,31 @@ def requested_method(engine_args: Any) -> str | None:
     return method if method in registry.names() else None
 
 
+def _explain_misspelt_method(error: ValueError) -> None:
+    """Where vLLM refused a method whose nearest name is one of ours, say so instead.
+
+    vLLM's message lists its own methods only (0.32 config/speculative.py, the field ``method``).
+
+    Raises:
+        UnknownNameError: With the nearest name and all valid ones, vLLM's included.
+    """
+    problems = error.errors() if hasattr(error, "errors") else []
+    wrong = next((problem for problem in problems if problem["loc"] == ("method",)), None)
+    if wrong is None or not isinstance(wrong["input"], str):
+        return
+    import difflib
+    import re
+
+    from vllm_spec_ext.errors import UnknownNameError
+    from vllm_spec_ext.proposers import registry
+
+    theirs = re.findall(r"'([^']+)'", str(wrong.get("ctx", {}).get("expected", "")))
+    valid = [*registry.names(), *theirs]
+    near = difflib.get_close_matches(wrong["input"], valid, n=1)
+    if near and near[0] in registry.names():
+        raise UnknownNameError("speculative method", wrong["input"], valid) from error
+
+
 class _WrapOnImport(MetaPathFinder):
     """Wraps the arguments module right after its first import, then gets out of the way."""
 
@@ -84,6 +112,8 @@ class _WrapOnImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != _ARGUMENTS_MODULE:
             return None
+        import importlib.util
+
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:

@@ -69,6 +69,7 @@ def _one_process_many_engines() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def make_engine(tiny_model: Path, _one_process_many_engines: None) -> Iterator[EngineFactory]:
     """Engines by their arguments; equal arguments share one engine."""
+    import torch
     from vllm import LLM
 
     engines: dict[str, Any] = {}
@@ -89,6 +90,8 @@ def make_engine(tiny_model: Path, _one_process_many_engines: None) -> Iterator[E
                 "seed": 0,
             }
             engines[key] = LLM(**{**defaults, **arguments})
+            # A second thread only spins for this model, ten times slower on a busy machine.
+            torch.set_num_threads(1)
         return engines[key]
 
     yield make

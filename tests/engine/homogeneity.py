@@ -17,7 +17,7 @@ def same_law_p_value(first: Sequence[Hashable], second: Sequence[Hashable]) -> f
     counts = Counter(first), Counter(second)
     share = len(first) / (len(first) + len(second))
     rows: list[tuple[float, float]] = []
-    rest = [0, 0]
+    rest = [0.0, 0.0]
     for cell in set(counts[0]) | set(counts[1]):
         a, b = counts[0][cell], counts[1][cell]
         if (a + b) * min(share, 1 - share) >= _LEAST_EXPECTED:

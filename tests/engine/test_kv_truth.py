@@ -19,12 +19,13 @@ from vllm_spec_ext.engine.tree_plan import RequestRows, TreePlan, build_plan
 
 TREE = {"method": "oracle", "num_speculative_tokens": 12, "branches": 4}
 TOLERANCE = 2e-4  # of a log-probability in float32: sums in another order, nothing else
+ROOMY = 256  # outputs become prompts here
 SCENARIO = Scenario([{"max_tokens": 60, "ignore_eos": True, "logprobs": 5}], PROMPTS)
 
 
 @pytest.fixture(scope="module")
 def plain(make_engine: Any) -> Any:
-    return make_engine()
+    return make_engine(max_model_len=ROOMY)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,9 @@ def expected(plain: Any) -> list[list[list[int]]]:
 @pytest.fixture(scope="module")
 def fresh(make_engine: Any) -> Callable[[Sequence[int]], list[dict[int, float]]]:
     """Log-probabilities after every token of a prompt, from one prefill without any cache."""
-    engine = make_engine(enable_prefix_caching=False, max_num_batched_tokens=256)
+    engine = make_engine(
+        max_model_len=ROOMY, enable_prefix_caching=False, max_num_batched_tokens=256
+    )
 
     def prefill(prompt: Sequence[int]) -> list[dict[int, float]]:
         params = sampling_params({"max_tokens": 1, "prompt_logprobs": 8, "logprobs": 8})
@@ -48,7 +51,7 @@ def fresh(make_engine: Any) -> Callable[[Sequence[int]], list[dict[int, float]]]
 
 @pytest.fixture
 def tree_engine(make_engine: Any) -> Iterator[Any]:
-    engine = make_engine(speculative_config=TREE)
+    engine = make_engine(max_model_len=ROOMY, speculative_config=TREE)
     engine.reset_prefix_cache()
     yield engine
     engine.reset_prefix_cache()
@@ -215,7 +218,7 @@ def test_engine_with_few_scratch_blocks(
 ) -> None:
     monkeypatch.setattr(drafter_module, "num_scratch_blocks", lambda *args: num_blocks)
     engine = make_engine(
-        speculative_config={**TREE, "wrong": 0.1 + num_blocks / 100}, max_num_seqs=8
+        speculative_config={**TREE, "wrong": 0.1 + num_blocks / 100}, max_model_len=ROOMY
     )
     attention = runner_of(engine)._tree_attention
     assert (attention is None) == (num_blocks == 0)

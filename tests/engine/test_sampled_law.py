@@ -22,10 +22,10 @@ from vllm_spec_ext.engine.node_sampling import expand_metadata
 from vllm_spec_ext.scorers.tree import Walk
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and"
-NUM_SAMPLES = 1000
+NUM_SAMPLES = 600
 NUM_TOKENS = 3  # whose joint law is compared ...
-MAX_TOKENS = 9  # ... out of so many, because a draft holds no more nodes than tokens are left
-SAME, DIFFERENT = 1e-3, 1e-9
+MAX_TOKENS = 7  # ... out of so many, because a draft holds no more nodes than tokens are left
+SAME, DIFFERENT = 1e-3, 1e-6
 
 # Few outcomes each, so that the joint law has few cells.
 LAWS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,6 @@ LAWS: dict[str, dict[str, Any]] = {
     "temperature_0.7": {"temperature": 0.7, "num_allowed": 4},
     "top_k": {"temperature": 1.0, "num_allowed": 6, "top_k": 3},
     "top_p": {"temperature": 0.8, "num_allowed": 6, "top_p": 0.7},
-    "own_seeds": {"temperature": 0.9, "num_allowed": 3, "seed": 7},
 }
 
 Sample = Callable[..., list[Hashable]]
@@ -59,7 +58,7 @@ class Chances:
 
 @pytest.fixture(scope="module")
 def engines(make_engine: Any) -> dict[str, Any]:
-    common = {"max_num_seqs": 64, "max_num_batched_tokens": 1100}
+    common = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
     fixed = {"method": "fixed", "num_speculative_tokens": 16}
     copy = {"method": "input_copy", "num_speculative_tokens": 8}
     return {
@@ -82,6 +81,8 @@ def sample(engines: dict[str, Any], chances: Chances) -> Sample:
         torch.manual_seed(seed)
         given = chances.params(law)
         own = given.pop("seed", None)
+        if engine == "plain":
+            given["max_tokens"] = NUM_TOKENS
         params = [
             sampling_params(
                 given if own is None else {**given, "seed": own + i + 10_000 * seed}, extra
@@ -115,9 +116,7 @@ def draft_of(kind: str, chances: Chances, law: str) -> dict[str, Any]:
         return {"tokens": [worst, worst, likely[0], worst]}
     first, second = likely[:2]
     # Two children at the root and below, the likelier one not always first.
-    tokens = [second, first, second, first, second, first, first]
-    parents = [-1, 0, 0, -1, 3, 3, 5]
-    return {"tokens": tokens, "parents": parents}
+    return {"tokens": [second, first, first, second, first], "parents": [-1, 0, -1, 2, 2]}
 
 
 def accepted_by(engines: dict[str, Any]) -> tuple[int, int]:
@@ -127,7 +126,7 @@ def accepted_by(engines: dict[str, Any]) -> tuple[int, int]:
     return result
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", ["temperature_0.7", "top_p"])
 def test_plain_sampling_agrees_with_itself(law: str, sample: Sample, plain_samples: Any) -> None:
     """The yardstick: other seeds, the same law; and there is more than one outcome."""
     assert len(set(plain_samples(law))) > 10
@@ -158,7 +157,7 @@ def test_drafts_do_not_change_the_law(
     assert same_law_p_value(plain_samples(law), found) > SAME
 
 
-@pytest.mark.parametrize("law", ["temperature_1", "top_k", "own_seeds"])
+@pytest.mark.parametrize("law", ["temperature_1", "top_k", "top_p"])
 def test_input_copy_does_not_change_the_law(
     law: str, chances: Chances, sample: Sample, plain_samples: Any
 ) -> None:

@@ -80,7 +80,7 @@ def test_duplicates_are_refused(install: Install) -> None:
 def test_classes_without_the_decorator_or_under_another_name(install: Install) -> None:
     install(bare="echo_package:Bare", wrong_name="echo_package:Echo")
     for name in ("bare", "wrong_name"):
-        with pytest.raises(SpecExtError, match=f"not a class decorated with @proposer.'{name}'"):
+        with pytest.raises(SpecExtError, match=rf"not a class decorated with @proposer.'{name}'"):
             registry.load(name)
 
 
@@ -93,6 +93,8 @@ def test_modules_that_cannot_be_imported(install: Install) -> None:
 
 
 def test_unknown_method_offers_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="unknown speculative method: 'input_copi'") as error:
+    with pytest.raises(
+        UnknownNameError, match=r"unknown speculative method: 'input_copi'"
+    ) as error:
         registry.load("input_copi")
     assert "Did you mean 'input_copy'?" in str(error.value)

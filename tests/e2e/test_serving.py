@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm serve`` with input_copy: 64 streams at once, the same text as plain serving, metrics.
+
+Two servers of the real small model, one after the other (minutes on two cores).
+"""
+
+import asyncio
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_spec_ext.cli import vllm_metadata
+from vllm_spec_ext.cli.cache_folder import cache_folder
+from vllm_spec_ext.cli.plugin_visibility import invisible_because
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs openai"),
+    pytest.mark.skipif(
+        invisible_because() is not None, reason=f"vLLM sees no plugin: {invisible_because()}"
+    ),
+]
+
+NUM_REQUESTS = 64
+START_S = 240
+NAME = "small"
+SPECULATIVE = '{"method": "input_copy", "num_speculative_tokens": 6}'
+SERVER_ARGUMENTS = [
+    *("--served-model-name", NAME, "--dtype", "float32", "--enforce-eager"),
+    *("--max-model-len", "384", "--max-num-seqs", str(NUM_REQUESTS)),
+    *("--max-num-batched-tokens", "2048", "--block-size", "32", "--seed", "0"),
+]
+SENTENCES = [
+    "She go to school every days and like it very much.",
+    "The list holds apples, pears, plums and one very old banana.",
+    "def area(width, height): return width * height",
+    "We was waiting on the station when the train have arrived.",
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> str:
+    """The small model: ``VLLM_SPEC_TEST_MODEL``, or the demo's own."""
+    given = os.environ.get("VLLM_SPEC_TEST_MODEL")
+    if given:
+        return given
+    from vllm_spec_ext.cli.demo_model import ensure_demo_model
+
+    return str(ensure_demo_model())
+
+
+@contextmanager
+def serving(model: str, log: Path, *extra: str) -> Iterator[str]:
+    """A server in a session of its own; yields its base URL."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variables = {**vllm_metadata.environment(cache_folder() / "metadata")}
+    variables.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    command += ["--host", "127.0.0.1", "--port", str(port), *SERVER_ARGUMENTS, *extra]
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(url, server, log)
+            yield url
+        finally:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait(10)
+
+
+def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    import httpx
+
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        assert server.poll() is None, f"the server ended: {log.read_text()[-3000:]}"
+        try:
+            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    pytest.fail(f"the server did not start in {START_S} s: {log.read_text()[-3000:]}")
+
+
+@dataclass
+class Answers:
+    """What one server said to all requests, and what it counted."""
+
+    texts: list[str] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+async def ask_all(url: str) -> Answers:
+    """64 streaming requests at once: half chat, half completion, of different lengths."""
+    import openai
+
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=280, max_retries=0)
+
+    async def ask(i: int) -> tuple[str, int]:
+        sentence = f"{i}. {SENTENCES[i % len(SENTENCES)]}"
+        common: dict[str, Any] = {
+            "model": NAME,
+            "max_tokens": 16 + i % 9,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        pieces, used = [], 0
+        if i % 2:
+            stream = await client.completions.create(
+                prompt=f"{sentence}\nThe same text again:\n{sentence[:9]}", **common
+            )
+            async for chunk in stream:
+                pieces += [choice.text for choice in chunk.choices]
+                used = chunk.usage.completion_tokens if chunk.usage else used
+        else:
+            question = f"Repeat this text exactly, and say nothing else:\n{sentence}"
+            chat = await client.chat.completions.create(
+                messages=[{"role": "user", "content": question}], **common
+            )
+            async for part in chat:
+                pieces += [choice.delta.content or "" for choice in part.choices]
+                used = part.usage.completion_tokens if part.usage else used
+        return "".join(pieces), used
+
+    async with client:
+        results = await asyncio.gather(*(ask(i) for i in range(NUM_REQUESTS)))
+    return Answers([text for text, _ in results], [used for _, used in results], counters(url))
+
+
+def counters(url: str) -> dict[str, float]:
+    """Prometheus counters of vLLM, summed over their labels."""
+    import httpx
+
+    found: dict[str, float] = {}
+    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
+        match = re.match(r"(vllm:\w+_total)(?:\{[^}]*\})? ([-+.\deE]+)$", line)
+        if match:
+            found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    log = tmp_path_factory.mktemp("plain") / "server.log"
+    with serving(model, log) as url:
+        return asyncio.run(ask_all(url))
+
+
+@pytest.fixture(scope="module")
+def server(plain: Answers, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Started after the plain server is gone: two would not fit into the memory of small hosts."""
+    log = tmp_path_factory.mktemp("ours") / "server.log"
+    with serving(model, log, "--speculative-config", SPECULATIVE) as url:
+        yield url
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.timeout(1200)
+def test_64_streams_get_the_same_text_and_the_counters_agree(server: str, plain: Answers) -> None:
+    ours = asyncio.run(ask_all(server))
+    assert ours.texts == plain.texts
+    assert ours.num_tokens == plain.num_tokens
+    assert all(ours.num_tokens)
+    total = sum(ours.num_tokens)
+    assert ours.counters["vllm:generation_tokens_total"] == total
+    assert plain.counters["vllm:generation_tokens_total"] == total
+    drafts = ours.counters["vllm:spec_decode_num_drafts_total"]
+    drafted = ours.counters["vllm:spec_decode_num_draft_tokens_total"]
+    accepted = ours.counters["vllm:spec_decode_num_accepted_tokens_total"]
+    per_position = ours.counters["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert NUM_REQUESTS / 2 < drafts <= drafted <= 6 * drafts
+    assert 0 < accepted <= drafted
+    assert accepted == per_position
+    # Every draft also gives its own token, and the first token of each answer has no draft; only
+    # tokens behind a stop token are accepted and not returned.
+    assert accepted + drafts <= total - NUM_REQUESTS + 6 * NUM_REQUESTS
+    assert accepted > 0.2 * total
+    assert plain.counters.get("vllm:spec_decode_num_drafts_total", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("vllm_xargs", "words"),
+    [
+        ({"spec_ext.source_span": [0, 4000]}, ["spec_ext.source_span", "but the prompt has"]),
+        ({"spec_ext.source_spam": [0, 4]}, ["spec_ext.source_spam", "Did you mean 'source_span'"]),
+        ({"spec_ext.max_draft_tokens": "many"}, ["spec_ext.max_draft_tokens", "found 'many'"]),
+        ({"spec_ext": "{broken"}, ["spec_ext", "not valid JSON"]),
+        ({"spec_ext.source_text": ["a", "b"]}, ["spec_ext.source_text"]),
+    ],
+)
+def test_wrong_options_get_400_and_the_server_goes_on(
+    vllm_xargs: dict[str, Any], words: list[str], server: str
+) -> None:
+    import httpx
+
+    for route, body in (
+        ("completions", {"prompt": "one two three"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "one two three"}]}),
+    ):
+        asked = {"model": NAME, "max_tokens": 2, "temperature": 0, **body}
+        url = f"{server}/v1/{route}"
+        answer = httpx.post(url, json={**asked, "vllm_xargs": vllm_xargs}, timeout=60)
+        assert answer.status_code == 400, answer.text
+        for word in words:
+            assert word in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == words[0]
+        assert httpx.post(url, json=asked, timeout=60).status_code == 200
+
+
+def test_source_text_that_is_not_in_the_prompt(server: str) -> None:
+    import httpx
+
+    asked = {"model": NAME, "prompt": "one two three four", "max_tokens": 12, "temperature": 0}
+    url = f"{server}/v1/completions"
+    without = httpx.post(url, json=asked, timeout=60).json()["choices"][0]["text"]
+    before = counters(server)["vllm:spec_decode_num_accepted_tokens_total"]
+    given = {"spec_ext.source_text": without}
+    answer = httpx.post(url, json={**asked, "vllm_xargs": given}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"] == without
+    assert counters(server)["vllm:spec_decode_num_accepted_tokens_total"] > before
+
+
+def test_our_serve_command_prints_what_it_would_run(model: str) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "vllm_spec_ext.cli.main", "serve", model),
+            *("--method", "input_copy", "--num-speculative-tokens", "6", "--dry-run"),
+            *("--", *SERVER_ARGUMENTS),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"vllm serve {model} --speculative-config ")
+    assert SPECULATIVE in done.stdout

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong settings are refused with a clear message before any weight is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generation import sampling_params
+
+from vllm_spec_ext import compat
+from vllm_spec_ext.errors import (
+    IncompatibleVLLMError,
+    SpecExtError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from vllm_spec_ext.proposers import registry
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Nothing in this file may come as far as an engine, unless it asks for one."""
+    if "make_engine" in request.fixturenames:
+        return
+    from vllm.v1.engine.core_client import EngineCoreClient
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("an engine was started for settings that should have been refused")
+
+    monkeypatch.setattr(EngineCoreClient, "make_client", refuse)
+
+
+def start(model: Path, speculative: Any, **arguments: Any) -> Any:
+    from vllm import LLM
+
+    defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128}
+    return LLM(model=str(model), speculative_config=speculative, **{**defaults, **arguments})
+
+
+def method(**options: Any) -> dict[str, Any]:
+    return {"method": "input_copy", **options}
+
+
+@pytest.mark.parametrize(
+    ("speculative", "kind", "words"),
+    [
+        ({"method": "input_copi"}, UnknownNameError, "Did you mean 'input_copy'?"),
+        ({"method": "input-copy"}, UnknownNameError, "Did you mean 'input_copy'?"),
+        (method(max_ngam=3), UnknownNameError, "Did you mean 'max_ngram'?"),
+        (method(num_speculative_token=3), UnknownNameError, "'num_speculative_tokens'"),
+        (method(model="x"), UnknownNameError, "unknown option of input_copy: 'model'"),
+        (method(max_ngram=99), SpecExtError, "max_ngram: .*less than or equal to 64; found 99"),
+        (method(match="first"), SpecExtError, "match: .*found 'first'"),
+        (method(also_output="perhaps"), SpecExtError, "also_output: .*found 'perhaps'"),
+        (method(near=None), SpecExtError, "near: .*found None"),
+        (method(min_ngram=9, max_ngram=3), SpecExtError, "lower min_ngram"),
+        (method(num_speculative_tokens=0), SpecExtError, "found 0, expected 1 to 128"),
+        (method(num_speculative_tokens=129), SpecExtError, "found 129, expected 1 to 128"),
+        (method(num_speculative_tokens="8"), SpecExtError, "found '8', expected an integer"),
+        (method(num_speculative_tokens=True), SpecExtError, "found True, expected an integer"),
+    ],
+)
+def test_bad_settings(
+    speculative: dict[str, Any], kind: type[Exception], words: str, tiny_model: Path
+) -> None:
+    with pytest.raises(kind, match=words):
+        start(tiny_model, speculative)
+
+
+def test_a_proposer_without_a_default_length(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_spec_ext.proposers.base import BaseProposer, proposer
+
+    class Short(BaseProposer):
+        """Drafts nothing."""
+
+    monkeypatch.setitem(registry.BUILTIN, "short", f"{__name__}:Short")
+    monkeypatch.setattr(
+        "test_bad_input.Short", proposer("short", summary="x")(Short), raising=False
+    )
+    with pytest.raises(SpecExtError, match='add "num_speculative_tokens": N with 1 <= N <= 128'):
+        start(tiny_model, {"method": "short"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"worker_cls": "my.Worker"}, "worker_cls='my.Worker'.*leave --worker-cls out"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*use tensor parallelism"),
+        ({"async_scheduling": True}, "leave --async-scheduling out"),
+        ({"runner": "pooling"}, "runner type 'pooling'"),
+        ({"logits_processors": ["my:Processor"]}, "custom logits processors"),
+    ],
+)
+def test_what_our_methods_do_not_work_with(
+    arguments: dict[str, Any], words: str, tiny_model: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"input_copy does not work with .*{words}"):
+        start(tiny_model, method(), **arguments)
+
+
+def test_encoder_decoder_and_hybrid_models(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import ModelConfig
+
+    for name, words in (("is_encoder_decoder", "an encoder-decoder"), ("is_hybrid", "a hybrid")):
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelConfig, name, property(lambda self: True))
+            with pytest.raises(UnsupportedError, match=words):
+                _speculative_config(tiny_model)
+
+
+def test_every_reason_is_given_at_once(tiny_model: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"my\.Worker.*; nor with .*async_scheduling"):
+        start(tiny_model, method(), worker_cls="my.Worker", async_scheduling=True)
+
+
+def _speculative_config(model: Path, **arguments: Any) -> Any:
+    """Only the wrapped step, for models that vLLM itself would refuse earlier or build slowly."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(model=str(model), speculative_config=method(), max_model_len=128)
+    config = EngineArgs(model=str(model), max_model_len=128).create_engine_config()
+    return args.create_speculative_config(config.model_config, config.parallel_config)
+
+
+def test_vllm_without_a_hook(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_spec_ext.source_lookup import Hook
+
+    gone = Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.is_gone", "test")
+    original = compat.check
+    monkeypatch.setattr(compat, "check", lambda root=None: original(root, [*compat.HOOKS, gone]))
+    compat.require.cache_clear()
+    try:
+        with pytest.raises(IncompatibleVLLMError) as error:
+            start(tiny_model, method())
+    finally:
+        compat.require.cache_clear()
+    for words in ("lacks what vllm-spec-ext relies on", "is_gone", "0.32", "Fix: pip install"):
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "words"),
+    [
+        ({"source_span": [0, 4000]}, "spec_ext.source_span", "but the prompt has"),
+        ({"source_span": [4, 4]}, "spec_ext.source_span", "empty or negative"),
+        ({"source_span": "all"}, "spec_ext.source_span", "found 'all'"),
+        ({"source_markers": ["<none>", "<none>"]}, "spec_ext.source_markers", "does not occur"),
+        ({"source_token_ids": [1, "x"]}, "spec_ext.source_token_ids", "found 'x'"),
+        ({"max_draft_tokens": -3}, "spec_ext.max_draft_tokens", "found -3"),
+        ({"source_txt": "a"}, "spec_ext.source_txt", "Did you mean 'source_text'"),
+    ],
+)
+def test_wrong_requests_are_refused_and_the_engine_goes_on(
+    options: dict[str, Any], field: str, words: str, make_engine: Any
+) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    engine = make_engine(speculative_config={"method": "input_copy", "num_speculative_tokens": 16})
+    prompt = "one two three four one two"
+    for extra_args in ({"spec_ext": options}, {f"spec_ext.{k}": v for k, v in options.items()}):
+        params = sampling_params({"max_tokens": 3})
+        params.extra_args = extra_args
+        with pytest.raises(VLLMValidationError, match=words) as error:
+            engine.generate(prompt, params, use_tqdm=False)
+        assert error.value.parameter == field
+        assert params.extra_args == extra_args
+    (out,) = engine.generate(prompt, sampling_params({"max_tokens": 3}), use_tqdm=False)
+    assert len(out.outputs[0].token_ids) == 3
