@@ -28,9 +28,9 @@ def same_law_p_value(first: Sequence[Hashable], second: Sequence[Hashable]) -> f
     if sum(rest):
         rows.append((rest[0], rest[1]))
     statistic = 0.0
-    for a, b in rows:
-        for found, part in ((a, share), (b, 1 - share)):
-            expected = (a + b) * part
+    for one, other in rows:
+        for found, part in ((one, share), (other, 1 - share)):
+            expected = (one + other) * part
             statistic += (found - expected) ** 2 / expected
     freedom = torch.tensor((len(rows) - 1) / 2, dtype=torch.float64)
     half = torch.tensor(statistic / 2, dtype=torch.float64)
