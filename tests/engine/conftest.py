@@ -6,7 +6,7 @@ import sys
 
 # Before vLLM is imported anywhere: engines in this process, a small cache, no downloads.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
@@ -85,6 +85,7 @@ def make_engine(tiny_model: Path, _one_process_many_engines: None) -> Iterator[E
                 "max_num_seqs": 8,
                 "max_num_batched_tokens": 96,
                 "block_size": 32,
+                "kv_cache_memory_bytes": 64 << 20,  # many engines live at once
                 "enable_prefix_caching": True,
                 "disable_log_stats": False,
                 "seed": 0,

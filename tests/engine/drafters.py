@@ -80,7 +80,7 @@ class Oracle(Recorder):
 
 def _hide_in_tree(right: list[int], room: int, branches: int, rng: random.Random) -> Draft:
     """A tree whose later branches hold the right tokens, forking at the root and below it."""
-    tokens: list[int] = Field(default_factory=list)
+    tokens: list[int] = []
     parents: list[int] = []
 
     def add(branch: Sequence[int], parent: int) -> int:
