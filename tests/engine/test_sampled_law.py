@@ -167,14 +167,18 @@ def test_input_copy_does_not_change_the_law(
     assert same_law_p_value(plain_samples(law), found) > SAME
 
 
-def resample_after_mismatch(batch: Any, logits: Any, metadata: Any, sampler: Any) -> Any:
+def resample_after_mismatch(
+    batch: Any, logits: Any, metadata: Any, sampler: Any, judge: Any = None
+) -> Any:
     """The bug of reference codes: the draw that matched no child is thrown away."""
     expanded = expand_metadata(metadata, batch)
     draws = [_draw(sampler, logits, expanded) for _ in range(2)]
     return _walk(batch, logits, lambda row, _: int(draws[0][row]), draws[1])
 
 
-def draw_once_per_path(batch: Any, logits: Any, metadata: Any, sampler: Any) -> Any:
+def draw_once_per_path(
+    batch: Any, logits: Any, metadata: Any, sampler: Any, judge: Any = None
+) -> Any:
     """The other bug: every branch is tried with a draw of its own."""
     expanded = expand_metadata(metadata, batch)
     draws = [_draw(sampler, logits, expanded) for _ in range(4)]
