@@ -77,6 +77,13 @@ def test_vllm_spec(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_prompts.jsonl").write_text('{"sentence": "He go home."}\n')
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Correct this sentence: He go home."}\n')
+    (tmp_path / "chats.jsonl").write_text('{"text": "He goes home. He goes home again."}\n' * 3)
+    (tmp_path / "notes.txt").write_text("He goes home, and she goes home.\n" * 3)
+    (tmp_path / "recorded.jsonl").write_text('{"prompt": "He goes", "output": "home again"}\n')
+    if words[1:3] == ["corpus", "info"]:
+        build = ["corpus", "build", "--tokenizer", model_folder(), "--input", "chats.jsonl"]
+        with pytest.raises(SystemExit):
+            main_module.main([*build, "--out", words[3]])
     if words[1] == "serve" and "--dry-run" not in words:
         words.insert(3, "--dry-run")
 
