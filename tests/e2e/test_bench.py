@@ -117,5 +117,5 @@ def test_an_idle_engine_takes_no_cpu_time_once_paused(model: str, tmp_path: Path
         assert cpu_s() - before < 0.02
         first = client.run([0], 1).questions[0]
         assert len(first.token_ids) == 16  # it woke up unharmed
-    gone = [not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in family]
-    assert all(gone)
+    _, alive = psutil.wait_procs(family, timeout=30)  # the watchdog takes a moment to notice
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
