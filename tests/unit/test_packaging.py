@@ -115,7 +115,8 @@ def test_files_do_not_name_this_machine() -> None:
     )  # fmt: skip
     if listed.returncode:
         pytest.skip("not a git checkout")
-    outside = re.compile(r"\.\./shared|" + "/tmp/" + r"dev|" + "/work/" + r"\w")
+    folders = ("tmp/dev", r"work/\w")
+    outside = re.compile("|".join([r"\.\./shared", *("/" + folder for folder in folders)]))
     for name in listed.stdout.split():
         path = ROOT / name
         if path.is_file() and path != Path(__file__).resolve():
