@@ -24,7 +24,7 @@ fix: setup  ## Format, and repair what the linter can
 	$(BIN)/ruff check --fix .
 
 test: setup  ## All tests: unit, engine, e2e (minutes)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest
 
 demo: setup  ## The same text with and without speculation, on a small model
 	$(BIN)/vllm-spec demo

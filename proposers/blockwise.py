@@ -64,6 +64,7 @@ class Blockwise(BaseProposer):
             SpecExtError: Missing or damaged heads, another target, more draft tokens than heads.
         """
         from vllm_spec_ext.proposers.blockwise_heads import load_heads
+        from vllm_spec_ext.proposers.draft_logits import DraftLogits
 
         if engine.target is None or not hasattr(engine.target, "compute_logits"):
             raise SpecExtError(
@@ -86,6 +87,7 @@ class Blockwise(BaseProposer):
             )
         self._target = engine.target
         self._heads = heads if engine.device is None else heads.to(engine.device)
+        self._logits = DraftLogits(engine.target, self._heads.draft_vocab, engine.vocab_size)
         if self._options.tree:
             self._tree(np.log(np.full((1, 1), 0.5, np.float32)), np.zeros((1, 1), np.int32), 1)
 
@@ -133,17 +135,18 @@ class Blockwise(BaseProposer):
         # The vocabulary projection is most of the cost: leave out heads no request has room for.
         depth = min(config.num_heads, max(step.requests[row].room for row in rows))
         states = heads(hidden, embedding)[:, :depth]
-        logits = self._target.compute_logits(states.reshape(-1, config.hidden_size))
+        logits = self._logits(states.reshape(-1, config.hidden_size))
         if logits is None:
             return None
         if self._options.tree:
             scores = torch.log_softmax(logits.float(), dim=-1)
-            best, ids = scores.topk(min(self._options.candidates, scores.shape[-1]), dim=-1)
+            best, places = scores.topk(min(self._options.candidates, scores.shape[-1]), dim=-1)
         elif self._options.min_confidence > 0.0:
-            best, ids = torch.log_softmax(logits.float(), dim=-1).max(dim=-1, keepdim=True)
+            best, places = torch.log_softmax(logits.float(), dim=-1).max(dim=-1, keepdim=True)
         else:
-            ids = logits.argmax(dim=-1, keepdim=True)
-            best = torch.zeros(ids.shape, dtype=torch.float32)
+            places = logits.argmax(dim=-1, keepdim=True)
+            best = torch.zeros(places.shape, dtype=torch.float32)
+        ids = self._logits.tokens(places)
         # The only wait for the device in a step: drafts are scheduled from host memory.
         shape = (len(rows), depth, ids.shape[-1])
         return (

@@ -51,6 +51,8 @@ class HeadsConfig(BaseModel):
     """Each head has a private hidden layer, not all one of num_heads * head_width."""
     condition_on_next: bool = False
     """Heads see the embedding of the token right after the hidden state's position."""
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    """Tokens that the heads can draft, listed in the weights as ``draft_vocab``; None = all."""
     training: dict[str, Any] = Field(default_factory=dict)
     """What the heads were trained on and what they reached; for people."""
 
@@ -89,6 +91,12 @@ class BlockwiseHeads(nn.Module):
         else:
             self.w_out = nn.Parameter(torch.zeros(heads * width, heads * size))
         self.b_out = nn.Parameter(torch.zeros(heads * size))
+        self.draft_vocab: Tensor | None
+        listed = config.draft_vocab_size
+        # [draft_vocab_size] int32 token ids, ascending
+        self.register_buffer(
+            "draft_vocab", None if listed is None else torch.arange(listed, dtype=torch.int32)
+        )
 
     def forward(
         self,
@@ -234,7 +242,7 @@ def _read_weights(folder: Path, module: BlockwiseHeads) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    file = folder / WEIGHTS_NAME
+    file, vocab_size = folder / WEIGHTS_NAME, module.config.vocab_size
     if not file.is_file():
         raise SpecExtError(f"no {WEIGHTS_NAME} in {folder}; copy or train the heads again")
     try:
@@ -253,4 +261,10 @@ def _read_weights(folder: Path, module: BlockwiseHeads) -> dict[str, Tensor]:
             raise SpecExtError(
                 f"{file}: {name} holds values that are not finite; train the heads again"
             )
+    listed = found.get("draft_vocab")
+    if listed is not None and not 0 <= int(listed.min()) <= int(listed.max()) < vocab_size:
+        raise SpecExtError(
+            f"{file}: draft_vocab holds token ids outside the vocabulary of {vocab_size}; "
+            "copy or train the heads again"
+        )
     return found

@@ -6,13 +6,13 @@ draft the source, keep what the target agrees with, and after a divergence wait 
 the output occurs in the source again. Beyond the paper: the longest suffix instead of one to three
 tokens, the nearest occurrence of an ambiguous one, comparison without regard to case, drafts that
 grow with the agreement, re-alignment right after a replaced token, and copying from the request's
-own output. Each has an option that switches it off.
+own output and from earlier answers. Each has an option that switches it off.
 Lossless; needs no training and no model.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from vllm_spec_ext.config import InputCopyOptions, InputCopyRequest
 from vllm_spec_ext.errors import RequestOptionError
 from vllm_spec_ext.proposers.acceptance_rates import AcceptanceRates
+from vllm_spec_ext.proposers.answer_memory import AnswerMemory
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,
@@ -40,11 +41,13 @@ from vllm_spec_ext.proposers.word_forms import fold_vocabulary
 _LOST = -1
 
 # Kinds of drafts, by how many tokens agreed before them: 1, 2, 3-4, 5-8, more; a re-alignment; the
-# request's own output by 1, 2, more. First-token and further-token acceptance rates as replayed on
-# sentence correction with a 135M model; learned anew while serving.
+# request's own output by 1, 2, more; an earlier answer by 1, 2, 3, more. First-token and
+# further-token acceptance rates as replayed on sentence correction with a 135M model; learned anew
+# while serving.
 _SOURCE_BOUNDS = (1, 2, 4, 8)
 _GUESS = len(_SOURCE_BOUNDS) + 1
 _OWN = _GUESS + 1
+_EARLIER = _OWN + 3
 _PRIORS = [
     (0.35, 0.80),
     (0.60, 0.85),
@@ -55,6 +58,10 @@ _PRIORS = [
     (0.30, 0.80),
     (0.60, 0.88),
     (0.80, 0.92),
+    (0.20, 0.50),
+    (0.45, 0.75),
+    (0.45, 0.75),
+    (0.55, 0.80),
 ]
 
 
@@ -65,6 +72,8 @@ class _Copy:
     source: IntArray  # [n] int32
     source_index: OccurrenceIndex
     output_index: OccurrenceIndex
+    remember: bool  # the answer, for later requests
+    output: list[int] = field(default_factory=list)  # tokens as they are
     cursor: int = 0  # next source token to draft; _LOST while the output is not in the source
     num_agreeing: int = 0  # output tokens that led to the cursor
     lost_at: int = _LOST  # where the cursor stood when copying stopped
@@ -112,6 +121,7 @@ class InputCopy(BaseProposer):
         self._folded = np.arange(engine.vocab_size, dtype=np.int32)
         if self.options.fold_case:
             self._folded = fold_vocabulary(tokenizer, engine.vocab_size)
+        self._answers = AnswerMemory(self.options.earlier_answers, separator=engine.vocab_size)
         warm = OccurrenceIndex()
         warm.append(np.zeros(4, np.int32))
         warm.longest(warm.tokens[2:], self.options.max_ngram, own=True)
@@ -128,9 +138,12 @@ class InputCopy(BaseProposer):
                 self._rates.observe(copy.kind, outcome.num_drafted, outcome.num_accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
-        """Drop the indices of these requests."""
+        """Drop the indices of these requests, and keep their answers for later ones."""
         for request_id in request_ids:
-            self._copies.pop(request_id, None)
+            copy = self._copies.pop(request_id, None)
+            if copy is not None and copy.remember:
+                answer = np.asarray(copy.output, np.int32)
+                self._answers.add(answer, copy.output_index.tokens)
 
     def _propose_one(self, request: RequestStep, min_probability: float | None) -> Draft:
         if not request.options.enabled:
@@ -139,12 +152,19 @@ class InputCopy(BaseProposer):
         if copy is None:
             copy = self._copies[request.request_id] = self._start_copy(request)
         output = request.token_ids[request.num_prompt_tokens :]
-        new = self._folded[output[len(copy.output_index) :]]
-        copy.output_index.append(new)
-        copy.follow(new)
+        new = output[len(copy.output) :]
+        copy.output += new.tolist()
+        copy.output_index.append(self._folded[new])
+        copy.follow(self._folded[new])
         if request.room <= 0:
             return EMPTY_DRAFT
         own = self._find_again(copy) if copy.cursor == _LOST else None
+        num_agreeing = copy.num_agreeing if own is None else own.length
+        earlier = self._earlier_match(copy, num_agreeing)
+        if earlier is not None:
+            copy.kind = _EARLIER + min(earlier.length, 4) - 1
+            room = self._limit(copy.kind, earlier.length, request.room, min_probability)
+            return chain(self._answers.following(earlier, room))
         if own is not None:
             copy.kind = _OWN + min(own.length, 3) - 1
             room = self._limit(copy.kind, own.length, request.room, min_probability)
@@ -183,7 +203,8 @@ class InputCopy(BaseProposer):
             source = prompt[span[0] : span[1]]
         index = OccurrenceIndex(len(source))
         index.append(self._folded[source])
-        return _Copy(source.copy(), index, OccurrenceIndex())
+        remember = options.remember and self.options.earlier_answers > 0
+        return _Copy(source.copy(), index, OccurrenceIndex(), remember)
 
     def _find_again(self, copy: _Copy) -> Match | None:
         """Set the cursor where the end of the output occurs in the source.
@@ -230,6 +251,16 @@ class InputCopy(BaseProposer):
         own = copy.output_index.longest(suffix, options.max_ngram, own=True)
         least = max(options.min_ngram, options.output_min_ngram)
         return own if own.length >= least else None
+
+    def _earlier_match(self, copy: _Copy, num_agreeing: int) -> Match | None:
+        """An earlier answer that agrees in more tokens than the other sources do."""
+        if not len(self._answers) or num_agreeing >= self.options.max_ngram:
+            return None
+        match = self._answers.longest(copy.output_index.tokens, self.options.max_ngram)
+        if match.length < self.options.min_ngram or match.length <= num_agreeing:
+            return None
+        # The same end of an answer, with nothing behind it, says nothing.
+        return match if len(self._answers.following(match, 1)) else None
 
     @staticmethod
     def resolve_request(options: Any, prompt: IntArray, tokenizer: Any) -> InputCopyRequest:

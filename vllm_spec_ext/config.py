@@ -108,6 +108,11 @@ class InputCopyOptions(MethodOptions):
     output_min_ngram: int = Field(default=1, ge=1, le=64)
     """Shortest suffix that counts as a match in the request's own output."""
 
+    earlier_answers: int = Field(default=16_384, ge=0)
+    """Tokens of earlier requests' answers that are kept to copy from where they agree in more
+    tokens than everything else: answers to one template open and comment alike. How fast a request
+    is then depends on others' texts, as with a prefix cache; 0 keeps none."""
+
     @model_validator(mode="after")
     def _check_ngrams(self) -> Self:
         if self.min_ngram > self.max_ngram:
@@ -137,6 +142,9 @@ class InputCopyRequest(RequestOptions):
 
     source_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     """As ``source_text``, already tokenised."""
+
+    remember: bool = True
+    """Keep this request's answer for later requests to copy from (``earlier_answers``)."""
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:

@@ -100,6 +100,10 @@ def server_runs() -> dict[str, subprocess.CompletedProcess[str]]:
             f"-d '{body}'"
         )
         results["metrics"] = _shell(f"curl -sS http://localhost:{port}/metrics")
+        results["top"] = _shell(
+            f"{sys.executable} -m vllm_spec_ext.cli.main top "
+            f"--url http://localhost:{port}/metrics --once"
+        )
     return results
 
 

@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -14,9 +15,24 @@ import typer
 from fenced_blocks import ROOT, blocks, commands
 from published_runs import MODEL, environment, model_folder, python_runs, server_runs
 
+from vllm_spec_ext.bench.methods import Method
+from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.provenance import collect
+from vllm_spec_ext.bench.records import (
+    DraftCounters,
+    EngineFacts,
+    EngineRun,
+    QuestionRecord,
+    Run,
+    TurnRecord,
+)
+from vllm_spec_ext.bench.saved import to_json
+from vllm_spec_ext.bench.session import BenchResult
+from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.cli import bench as bench_module
 from vllm_spec_ext.cli import main as main_module
 from vllm_spec_ext.compat import SUPPORTED
+from vllm_spec_ext.engine.shared_counters import COUNTERS
 
 pytestmark = [
     pytest.mark.e2e,
@@ -42,7 +58,7 @@ def starting_with(*words: str) -> list[Any]:
 
 
 def test_every_command_is_covered() -> None:
-    known = ("make", "vllm-spec", "vllm serve", "curl", "python -m vllm_spec_ext")
+    known = ("make", "vllm-spec", "vllm serve", "curl", "python -m vllm_spec_ext", "python scripts")
     rest = [text for _, text in commands() if not text.startswith(known)]
     assert set(rest) == INSTALLS
     assert {block.language for block in blocks(r"bash", "python", "toml", "text", "json")} <= {
@@ -76,6 +92,7 @@ def test_vllm_spec(
         return
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_prompts.jsonl").write_text('{"sentence": "He go home."}\n')
+    (tmp_path / "jfleg.jsonl").write_text('{"text": "He go home."}\n')
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Correct this sentence: He go home."}\n')
     (tmp_path / "chats.jsonl").write_text('{"text": "He goes home. He goes home again."}\n' * 3)
     (tmp_path / "notes.txt").write_text("He goes home, and she goes home.\n" * 3)
@@ -84,6 +101,8 @@ def test_vllm_spec(
         build = ["corpus", "build", "--tokenizer", model_folder(), "--input", "chats.jsonl"]
         with pytest.raises(SystemExit):
             main_module.main([*build, "--out", words[3]])
+    for name in ("result.json", "before.json", "after.json"):
+        (tmp_path / name).write_text(json.dumps(made_up_result()))
     if words[1] == "serve" and "--dry-run" not in words:
         words.insert(3, "--dry-run")
 
@@ -94,9 +113,42 @@ def test_vllm_spec(
     monkeypatch.setattr(bench_module, "run", stop)
     monkeypatch.setattr(bench_module, "demo_model", model_folder)
     monkeypatch.setattr("vllm_spec_ext.training.blockwise.train_blockwise", stop)
+    monkeypatch.setattr("vllm_spec_ext.cli.top.fetch", stop)
     with pytest.raises(SystemExit) as ended:
         main_module.main(words[1:])
     assert ended.value.code == 0, capsys.readouterr().err
+
+
+def made_up_result() -> dict[str, Any]:
+    """What `bench --json` writes, of one prompt."""
+    turn = TurnRecord(5, (1, 2, 3), (1, 2), 0.1, 1.0)
+    run = EngineRun((QuestionRecord(0, "all", (turn,)),), 1.0, DraftCounters(), None, 0)
+    result = BenchResult(
+        BenchSettings(model="m", methods=["plain"]),
+        [Method("plain", None)],
+        [Question(1, "all", ({"role": "user", "content": "x"},))],
+        {"plain": EngineFacts("float32", True, "cpu", 1.0)},
+        [Run("plain", 1, 0, run)],
+    )
+    return to_json(result, collect(["vllm-spec", "bench"]))
+
+
+@pytest.mark.parametrize("command", starting_with("python scripts"))
+def test_scripts(command: str, tmp_path: Path) -> None:
+    words = shlex.split(command.replace(MODEL, model_folder()))
+    short = ["--sizes", "1", "4", "--steps", "2", "--rounds", "1", "--context", "32"]
+    words = [sys.executable, str(ROOT / words[1]), *words[2:], *short]
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(json.loads((tmp_path / "steps.json").read_text())["rows"]) == 2
 
 
 CHECK_SERVE_LINES = """
@@ -164,6 +216,36 @@ def test_documented_metrics_exist_and_move() -> None:
     assert all(name in page and name in values for name in names)
     assert values["vllm:spec_decode_num_draft_tokens_total"] > 0
     assert values["spec_ext:lossless"] == 1
+    ours = [f"spec_ext:{name}" for name in (*(f"{n}_total" for n in COUNTERS), "lossless")]
+    assert all(f"`{name}`" in page and name in values for name in ours)
+    assert values["spec_ext:steps_total"] > 0
+    assert values["spec_ext:emitted_tokens_total"] >= values["spec_ext:steps_total"]
+    assert values["spec_ext:drafter_microseconds_count"] > 0
+    # The same drafts, counted in the worker and in the scheduler.
+    assert (
+        values["spec_ext:accepted_nodes_total"]
+        == values["vllm:spec_decode_num_accepted_tokens_total"]
+    )
+
+
+def test_live_view() -> None:
+    shown = server_runs()["top"]
+    assert shown.returncode == 0, shown.stderr
+    assert "input_copy (exact)" in shown.stdout
+
+
+def test_dashboard_asks_for_metrics_that_exist() -> None:
+    board = json.loads((ROOT / "examples/grafana/vllm_spec_ext.json").read_text())
+    shown = server_runs()["metrics"].stdout
+    names = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"\b(?:spec_ext|vllm):\w+", target["expr"])
+    }
+    assert len(names) >= 10
+    for name in names:
+        assert re.search(rf"^{name}[{{ ]", shown, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in blocks("python")}))

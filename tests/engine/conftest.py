@@ -59,9 +59,16 @@ def _one_process_many_engines() -> Iterator[None]:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(dispatcher, "register_kernels", register_once)
-    patch.setitem(registry.BUILTIN, "oracle", "drafters:Oracle")
-    patch.setitem(registry.BUILTIN, "noise", "drafters:Noise")
-    patch.setitem(registry.BUILTIN, "fixed", "drafters:Fixed")
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _test_drafters() -> Iterator[None]:
+    """Register the drafters of this folder, for this folder's tests alone."""
+    patch = pytest.MonkeyPatch()
+    for name in ("oracle", "noise", "fixed"):
+        patch.setitem(registry.BUILTIN, name, f"drafters:{name.title()}")
     yield
     patch.undo()
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt files: shapes, refusals with line numbers, and the bundled prompts."""
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -40,6 +41,18 @@ def test_texts_turns_and_messages(tmp_path: Path) -> None:
     assert one == prompts.Question(1, "all", ({"role": "user", "content": "a"},))
     assert (two.line, two.category, two.follow_ups) == (3, "c", ("b",))
     assert three.opening == tuple(messages)
+
+
+def test_gzipped_files(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n'))
+    assert _load(str(path))[0].opening == ({"role": "user", "content": "a"},)
+    path.write_bytes(b'{"prompt": "a"}\n')
+    with pytest.raises(SpecExtError, match="cannot read prompts"):
+        _load(str(path))
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n')[:-9])
+    with pytest.raises(SpecExtError, match="cannot read prompts"):
+        _load(str(path))
 
 
 def test_template_goes_around_texts_and_leaves_other_braces_alone(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from vllm_spec_ext.bench import provenance, report
+from vllm_spec_ext.bench import provenance, report, saved
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.records import (
@@ -97,7 +97,7 @@ def test_json_holds_everything_and_no_nan() -> None:
     result = _result(found=(1,))  # no decode step: tokens per step is undefined
     result.failures["suffix"] = "no arctic_inference"
     facts = provenance.collect(["vllm-spec", "bench", "--model", "a b"])
-    text = json.dumps(report.to_json(result, facts), allow_nan=False)
+    text = json.dumps(saved.to_json(result, facts), allow_nan=False)
     data = json.loads(text)
     assert data["summaries"][1]["tokens_per_step"] is None
     assert data["runs"][0]["result"]["questions"][0]["turns"][0]["token_ids"] == [1, 2, 3, 4]

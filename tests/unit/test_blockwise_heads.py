@@ -161,6 +161,22 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         load_heads(tmp_path)
 
 
+def test_draft_vocabulary_round_trip_and_refusal(tmp_path: Path) -> None:
+    config = make_config(draft_vocab_size=3)
+    heads = BlockwiseHeads(config)
+    heads.draft_vocab = torch.tensor([1, 7, 39], dtype=torch.int32)
+    save_heads(tmp_path, config, heads, "bf16", FIGURES)
+    _, found = load_heads(tmp_path)
+    assert found.draft_vocab is not None
+    assert found.draft_vocab.dtype == torch.int32
+    assert found.draft_vocab.tolist() == [1, 7, 39]
+    assert "drafting the 3 most frequent tokens" in (tmp_path / "README.md").read_text()
+    heads.draft_vocab[2] = 40
+    save_heads(tmp_path, config, heads, "bf16", FIGURES)
+    with pytest.raises(SpecExtError, match="outside the vocabulary of 40"):
+        load_heads(tmp_path)
+
+
 def test_push_to_hub_uploads_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, str]] = []
 

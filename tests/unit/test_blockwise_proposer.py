@@ -2,6 +2,7 @@
 """The blockwise proposer on a stand-in target: chains, trees, cut-offs, refusals."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class StandInTokenizer:
         return [len(text) % VOCAB]
 
 
-def save(folder: Path, **changes: Any) -> tuple[Path, BlockwiseHeads]:
+def save(folder: Path, listed: Tensor | None = None, **changes: Any) -> tuple[Path, BlockwiseHeads]:
     """Heads with random weights, saved; ``changes`` go to their config."""
     facts: dict[str, Any] = {
         "target": "stand-in",
@@ -64,6 +65,7 @@ def save(folder: Path, **changes: Any) -> tuple[Path, BlockwiseHeads]:
     torch.manual_seed(2)
     heads = BlockwiseHeads(config)
     nn.init.normal_(heads.w_out)
+    heads.draft_vocab = listed
     accuracy = [dict.fromkeys(("top1", "top2", "top3", "top5"), 0.5)] * HEADS
     figures = HeadFigures(1, 1, 1.0, accuracy, 1.5, 1.5, 8, 1.6)
     save_heads(folder, config, heads, "fp32", figures)
@@ -126,6 +128,30 @@ def test_chain_is_each_heads_best_token(
     assert target.calls == 1
     assert proposer.propose(step(hidden, [0, 0, 0, 0])) == [drafts[1]] * 4
     assert target.calls == 1
+
+
+@pytest.mark.parametrize("plain_projection", [True, False])
+@pytest.mark.parametrize("tree", [True, False])
+def test_a_draft_vocabulary_bounds_what_is_drafted(
+    tmp_path: Path, plain_projection: bool, tree: bool
+) -> None:
+    target = StandInTarget()
+    if plain_projection:  # as vLLM's: the rows are copied, and the target is not asked
+        target.logits_processor = SimpleNamespace(scale=1.0, soft_cap=None)
+    listed = torch.tensor([2, 3, 5, 7, 11, 13], dtype=torch.int32)
+    folder, heads = save(tmp_path, draft_vocab_size=6, listed=listed)
+    proposer = start(target, folder, tree=tree)
+    hidden = torch.randn(5, SIZE)
+    drafts = proposer.propose(step(hidden, [3] * 5))
+    logits = target.lm_head(heads(hidden))
+    best = listed[logits[..., listed.long()].argmax(-1)].numpy()
+    assert (best != logits.argmax(-1).numpy()).any()
+    for row, draft in enumerate(drafts):
+        assert set(draft.tokens.tolist()) <= set(listed.tolist())
+        assert draft.tokens[0] == best[row, 0]
+        if not tree:
+            assert draft.tokens.tolist() == best[row].tolist()
+    assert target.calls == (0 if plain_projection else 1)
 
 
 def test_batch_neighbours_do_not_change_a_draft(tmp_path: Path) -> None:

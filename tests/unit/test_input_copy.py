@@ -19,6 +19,7 @@ PAPER: dict[str, Any] = {
     "growth": 0,
     "realign": 0,
     "also_output": False,
+    "earlier_answers": 0,
 }
 
 
@@ -63,6 +64,12 @@ class Session:
         self.proposer.start(EngineHandle(1000, 4096, 8, 32, "none", lambda: tokenizer))
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
+        self.request = request or InputCopyRequest()
+
+    def next_request(self, prompt: Sequence[int], request: InputCopyRequest | None = None) -> None:
+        """End the request and begin another."""
+        self.proposer.finish(["r"])
+        self.tokens, self.num_prompt = list(prompt), len(prompt)
         self.request = request or InputCopyRequest()
 
     def say(self, *new: int, room: int = 32) -> list[int]:
@@ -194,6 +201,37 @@ def test_longer_match_wins_between_source_and_output() -> None:
     session = Session(source, also_output=True)
     session.say(5, 70, 71)
     assert session.say(30, 5, room=2) == [31, 32]
+
+
+def test_earlier_answers_lend_their_openings_and_endings() -> None:
+    session = Session(SOURCE, earlier_answers=1000)
+    session.say(50, 51, 52, 10, 11, 12, 60, 2)
+    session.next_request([20, 21, 22, 23])
+    assert session.say(50, room=2) == [51, 52]  # "begin, 50" agrees in two places
+    assert session.say(51, 52, 20) == [21, 22, 23]  # the source goes on where it agrees
+    assert session.say(21, 22, 23, 60) == [2]  # to the answer's end and not into the next
+    session.next_request(SOURCE)
+    assert session.say(10) == SOURCE[1:], "the source wins a tie"
+
+
+def test_requests_may_keep_their_answer_to_themselves() -> None:
+    session = Session([1], InputCopyRequest(remember=False), earlier_answers=1000)
+    session.say(50, 51, 52)
+    session.next_request([2])
+    assert session.say(50) == []
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 40])
+def test_the_memory_of_earlier_answers_is_bounded(limit: int) -> None:
+    session = Session([1], earlier_answers=limit)
+    for i in range(100):
+        session.say(200 + i, 300, 400 + i)
+        session.next_request([1])
+        assert len(session.proposer._answers) <= limit + 1
+    if limit == 40:
+        assert session.say(299) == [300, 499], "the newest are kept"
+        session.next_request([1])
+        assert session.say(200) == [], "the oldest are not"
 
 
 def test_span_of_the_prompt() -> None:

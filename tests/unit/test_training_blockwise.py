@@ -19,6 +19,7 @@ from vllm_spec_ext.proposers.blockwise_heads import load_heads
 from vllm_spec_ext.training import blockwise, distill
 from vllm_spec_ext.training.atomic import DiskFullError
 from vllm_spec_ext.training.blockwise import main, train_blockwise
+from vllm_spec_ext.training.draft_vocab import frequent_tokens
 from vllm_spec_ext.training.heads_task import HeadsTask
 from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import (
@@ -135,6 +136,20 @@ def test_heads_learn(target: Path, data: Path, tmp_path: Path, changes: dict[str
     assert load_file(out / "model.safetensors")["b_out"].dtype == torch.bfloat16
     run = json.loads((tmp_path / "heads.run/run.json").read_text())
     assert {"command", "versions", "revision", "settings", "data"} <= set(run)
+
+
+def test_heads_learn_a_draft_vocabulary(target: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    config = settings(target, data, out, draft_vocab=16, loss="all")
+    figures = train_blockwise(config, quiet)
+    assert figures is not None
+    _, heads = load_heads(out)
+    tokens = read_data(data)
+    assert heads.draft_vocab is not None
+    assert torch.equal(heads.draft_vocab, frequent_tokens(tokens, 16, VOCAB))
+    again = train_blockwise(settings(target, data, out, draft_vocab=16, stage="eval"), quiet)
+    assert again is not None
+    assert again.acceptance_length == pytest.approx(figures.acceptance_length, abs=0.1)  # bf16
 
 
 def test_untrained_heads_measure_like_the_target_itself(

@@ -19,6 +19,7 @@ from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.training.atomic import DiskFullError, write_bytes
 from vllm_spec_ext.training.batches import IGNORED, BatchPlan, make_batch, split_data
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
+from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.prompts import read_prompts
 from vllm_spec_ext.training.schema import BlockwiseTraining
@@ -30,6 +31,7 @@ from vllm_spec_ext.training.shards import (
     shard_path,
     write_shard,
 )
+from vllm_spec_ext.training.target import Target
 
 
 def make_data(lengths: list[int], prompts: list[int]) -> TokenData:
@@ -134,6 +136,36 @@ def test_batch_positions_and_targets() -> None:
         [102, 103, gone],
         [103, gone, gone],
     ]
+
+
+def test_frequent_tokens_of_the_continuations() -> None:
+    ids = np.array([9, 9, 9, 4, 4, 5, 6, 4, 7, 8, 8, 5], np.int32)
+    data = TokenData(Path(), {}, ids, np.array([0, 8, 12]), np.array([3, 1], np.int32))
+    # Without the prompts: 4 x3, 5 x2, 8 x2, 6 x1.
+    assert frequent_tokens(data, 3, 20).tolist() == [4, 5, 8]
+    assert frequent_tokens(data, 4, 20).tolist() == [4, 5, 6, 8]
+    assert len(frequent_tokens(data, 99, 20)) == 20
+
+
+def test_draft_projection_is_the_targets_own_where_it_counts() -> None:
+    head = torch.nn.Linear(4, 10)
+
+    class Stub:
+        vocab_size = 10
+        device = torch.device("cpu")
+        _head = head
+        project = staticmethod(head)
+        project_to = Target.project_to
+
+    states = torch.randn(3, 4)
+    listed = torch.tensor([1, 4, 9], dtype=torch.int32)
+    some = DraftProjection(Stub(), listed)  # type: ignore[arg-type]
+    assert torch.allclose(some(states), head(states)[:, listed.long()])
+    tokens = torch.tensor([9, 2, IGNORED, 1])
+    assert some.places(tokens).tolist() == [2, IGNORED, IGNORED, 0]
+    every = DraftProjection(Stub(), None)  # type: ignore[arg-type]
+    assert torch.equal(every(states), head(states))
+    assert every.places(tokens) is tokens
 
 
 def test_plan_is_a_function_of_the_step_and_covers_every_epoch() -> None:

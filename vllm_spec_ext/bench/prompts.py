@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt files: one JSON object a line, read strictly."""
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -31,7 +33,8 @@ def load(source: str, *, field: str, template: str | None, limit: int | None) ->
     """Read questions.
 
     Args:
-        source: Path of a JSON Lines file, or ``bundled`` for the prompts of this package.
+        source: Path of a JSON Lines file, which may be gzipped (``.gz``), or ``bundled`` for the
+            prompts of this package.
         field: Key that holds the prompt: a text, a list of texts (turns of one conversation, as
             in Spec-Bench), or a list of chat messages.
         template: Text with ``{text}`` into which each text is put; not for chat messages.
@@ -106,8 +109,9 @@ def _read(source: str) -> str:
             if entry.name.endswith(".jsonl")
         )
     try:
-        return Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = Path(source).read_bytes()
+        return (gzip.decompress(data) if source.endswith(".gz") else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise SpecExtError(
             f"cannot read prompts {source!r}: {error}; give a JSON Lines file or {BUNDLED!r}"
         ) from error

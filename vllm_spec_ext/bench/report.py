@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables on the terminal, Markdown and JSON from a finished benchmark."""
+"""Tables on the terminal and in Markdown from a finished benchmark."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from vllm_spec_ext.bench.prompts import digest
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.statistics import Spread, Summary
 
@@ -133,9 +131,9 @@ def markdown(result: BenchResult, provenance: Mapping[str, Any]) -> str:
     parts = [
         f"# Benchmark of {result.settings.model}",
         caption(result, provenance),
-        _markdown_table(*overview(result)),
-        _markdown_table(*by_category(result)),
-        _markdown_table(*drift_table(result)) if result.drifts else "",
+        markdown_table(*overview(result)),
+        markdown_table(*by_category(result)),
+        markdown_table(*drift_table(result)) if result.drifts else "",
         "\n".join(f"- {line}" for line in acceptance_lines(result.summaries())),
         "\n".join(f"- {line}" for line in verdict_lines(result)),
         f"Command: `{provenance['command']}`",
@@ -161,38 +159,8 @@ def caption(result: BenchResult, provenance: Mapping[str, Any]) -> str:
     )
 
 
-def to_json(result: BenchResult, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything, ready for ``json.dump``: figures, every run, every token."""
-    return _clean(
-        {
-            "format": 1,
-            "provenance": {**provenance, "prompts_sha256": digest(result.questions)},
-            "settings": result.settings.model_dump(),
-            "methods": {method.name: method.config for method in result.methods},
-            "engines": {name: dataclasses.asdict(facts) for name, facts in result.facts.items()},
-            "failures": result.failures,
-            "identity_required": {
-                method.name: result.must_be_identical(method.name) for method in result.methods
-            },
-            "summaries": [dataclasses.asdict(summary) for summary in result.summaries()],
-            "drifts": [dataclasses.asdict(drift) for drift in result.drifts],
-            "runs": [dataclasses.asdict(run) for run in result.runs],
-        }
-    )
-
-
-def _clean(value: Any) -> Any:
-    """Replace what JSON cannot say (``nan``) by ``None``, all the way down."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _clean(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(part) for part in value]
-    return value
-
-
-def _markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> str:
+def markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> str:
+    """A Markdown table, bars in its cells escaped."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines

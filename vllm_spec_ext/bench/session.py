@@ -14,6 +14,9 @@ from vllm_spec_ext.bench.records import EngineFacts, Run
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.bench.statistics import Summary, summarise
 from vllm_spec_ext.bench.vllm_engine import Sampling
+from vllm_spec_ext.errors import SpecExtError
+
+MIN_FREE_BYTES = 512 << 20
 
 
 class Events:
@@ -102,7 +105,7 @@ def engines_running(
 
     Raises:
         EngineFailed: Plain decoding cannot be started: there is nothing to compare with.
-        SpecExtError: A prompt does not fit the model.
+        SpecExtError: A prompt does not fit the model, or the engines do not fit the memory.
     """
     settings = result.settings
     clients: dict[str, EngineClient] = {}
@@ -124,6 +127,7 @@ def engines_running(
             client.pause()
             result.facts[method.name] = facts
             events.engine_ready(method.name, facts)
+            _require_memory(len(clients))
         yield clients
     finally:
         for client in clients.values():
@@ -171,6 +175,23 @@ def _drop(
     result.failures[name] = f"{error} [log: {clients[name].log}]"
     clients.pop(name).close()
     events.engine_failed(name, result.failures[name])
+
+
+def _require_memory(num_engines: int) -> None:
+    """Where memory is nearly gone, programs are read from disk again and again: no time is true.
+
+    Raises:
+        SpecExtError: Less than ``MIN_FREE_BYTES`` are available.
+    """
+    import psutil
+
+    available = psutil.virtual_memory().available
+    if available < MIN_FREE_BYTES:
+        raise SpecExtError(
+            f"{available >> 20} MiB of memory are left with {num_engines} engines started, "
+            f"expected at least {MIN_FREE_BYTES >> 20}: measure fewer methods in one run, or lower "
+            "--max-model-len or --engine-arg kv_cache_memory_bytes"
+        )
 
 
 def _file_name(name: str) -> str:

@@ -37,7 +37,8 @@ class BenchSettings(Options):
     """Key of a line that holds the prompt: a text, a list of texts (turns) or chat messages."""
 
     template: str | None = None
-    """Text around each prompt, with ``{text}`` where it goes."""
+    """Text around each prompt, with ``{text}`` where it goes; on the command line ``\\n`` is a line
+    break."""
 
     raw: bool = False
     """Send prompts as plain text, without the model's chat template."""

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_spec_ext.bench import prompts, provenance, report
+from vllm_spec_ext.bench import prompts, provenance, report, saved
 from vllm_spec_ext.bench.engine_client import EngineFailed
 from vllm_spec_ext.bench.records import EngineFacts
 from vllm_spec_ext.bench.session import BenchResult, Events, run_benchmark
@@ -94,7 +94,8 @@ def bench(
         "ngram_grid": ngram_grid,
         "prompts": prompts_file,
         "field": field,
-        "template": template,
+        # In a shell's quotes, \n is easier to type than a line break.
+        "template": None if template is None else template.replace("\\n", "\n"),
         "raw": raw,
         "limit": limit,
         "max_tokens": max_tokens,
@@ -125,7 +126,7 @@ def bench(
         raise typer.Exit(EXIT_FAILED) from error
     show(result, facts, report_console(), by_category=by_category)
     if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(result, facts), indent=1), encoding="utf-8")
+        json_file.write_text(json.dumps(saved.to_json(result, facts), indent=1), encoding="utf-8")
     if markdown_file is not None:
         markdown_file.write_text(report.markdown(result, facts), encoding="utf-8")
     if result.failures or result.broken_promises():

@@ -59,10 +59,12 @@ COMMANDS = {
     ),
     "demo": _LazyCommand(f"{_CLI}.demo:demo", "Watch speculation at work on a small model."),
     "bench": _LazyCommand(f"{_CLI}.bench:bench", "Measure methods against plain decoding."),
+    "report": _LazyCommand(f"{_CLI}.report:report", "Pages and figures from benchmark results."),
     "corpus": _LazyCommand(f"{_CLI}.corpus:corpus_app", "Build and inspect n-gram corpora."),
     "simulate": _LazyCommand(f"{_CLI}.simulate:simulate", "Replay text through a proposer."),
     "train": _LazyCommand(f"{_CLI}.train:train_app", "Train what trained proposers need."),
     "explain-step": _LazyCommand(f"{_CLI}.explain_step:explain_step", "One step, draft by draft."),
+    "top": _LazyCommand(f"{_CLI}.top:top", "Watch a running server's speculation."),
     "doctor": _LazyCommand(f"{_CLI}.doctor:doctor", "Check this environment, with fixes."),
 }
 

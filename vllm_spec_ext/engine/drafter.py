@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_spec_ext.engine.shared_counters import CounterWriter
 from vllm_spec_ext.engine.spec_config import SpecExtConfig
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import Draft, EngineHandle, StepContext, StepOutcome
@@ -50,6 +51,10 @@ class Drafter:
             vllm_config.scheduler_config.max_num_seqs,
         )
         self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
+        parallel = vllm_config.parallel_config
+        # All ranks of a group draft alike; one of them counts.
+        folder = settings.counter_folder if parallel.rank == 0 else None
+        self._counters = CounterWriter(folder, parallel.data_parallel_rank)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Called by vLLM once the target's weights are loaded."""
@@ -85,13 +90,30 @@ class Drafter:
         start = time.perf_counter()
         self._proposer.observe(outcomes)
         drafts = self._proposer.propose(step) if step.requests else []
-        self.propose_us.append((time.perf_counter() - start) * 1e6)
+        elapsed_us = (time.perf_counter() - start) * 1e6
+        self.propose_us.append(elapsed_us)
         if len(drafts) != len(step.requests):
             raise RuntimeError(
                 f"proposer {self.info.name!r} returned {len(drafts)} drafts for "
                 f"{len(step.requests)} requests; expected one for each"
             )
+        self._count(step, outcomes, drafts)
+        self._counters.time(elapsed_us)
         return drafts
+
+    def _count(
+        self, step: StepContext, outcomes: Sequence[StepOutcome], drafts: Sequence[Draft]
+    ) -> None:
+        decoded = [r for r in step.requests if r.num_output_tokens > len(r.new_tokens)]
+        self._counters.add(
+            steps=len(decoded),  # not the prefill's step, which gives one token anyway
+            emitted_tokens=sum(len(request.new_tokens) for request in decoded),
+            empty_drafts=sum(not len(draft) for draft in drafts),
+            drafted_nodes=sum(map(len, drafts)),
+            verified_nodes=sum(outcome.num_drafted for outcome in outcomes),
+            accepted_nodes=sum(outcome.num_accepted for outcome in outcomes),
+            branching_drafts=sum(draft.parents is not None for draft in drafts),
+        )
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Free the proposer's state of these requests."""

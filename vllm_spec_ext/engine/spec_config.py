@@ -21,8 +21,9 @@ from vllm_spec_ext.engine.limits import (
     refuse_unsupported,
     worker_class,
 )
-from vllm_spec_ext.engine.metrics import publish_rule
+from vllm_spec_ext.engine.metrics import publish
 from vllm_spec_ext.engine.request_options import install_request_validation
+from vllm_spec_ext.engine.shared_counters import make_folder
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import ProposerInfo
@@ -46,6 +47,8 @@ class MethodSettings(BaseModel):
     options: SerializeAsAny[MethodOptions]
     rule: ScorerOptions | None = None
     """Acceptance rule; None is the exact, lossless one."""
+    counter_folder: str | None = None
+    """Where the workers count for the front end."""
 
     @property
     def lossless(self) -> bool:
@@ -167,7 +170,12 @@ def build_spec_config(
     parsed = parse_method(given, method)
     refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
     check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())
-    settings = MethodSettings(method=parsed.info.name, options=parsed.options, rule=parsed.rule)
+    settings = MethodSettings(
+        method=parsed.info.name,
+        options=parsed.options,
+        rule=parsed.rule,
+        counter_folder=make_folder(),
+    )
     if not settings.lossless:
         refuse_processed_logprobs(target_model_config)
     result = SpecExtConfig(
@@ -180,5 +188,6 @@ def build_spec_config(
     )
     target_parallel_config.worker_cls = worker_class()
     install_request_validation()
-    publish_rule(settings.method, "exact" if settings.lossless else str(settings.rule))
+    rule = "exact" if settings.lossless else str(settings.rule)
+    publish(settings.method, rule, str(settings.counter_folder))
     return result

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Applies a :class:`TreePlan` to vLLM's paged attention: scratch blocks, KV writes, metadata.
 
-Needs of a backend: KV is written by ``impl.do_kv_cache_update`` before attention runs, attention is
-causal over the block table of each request in ``CommonAttentionMetadata``. CPU_ATTN, FLASH_ATTN and
-TRITON_ATTN keep both (vLLM 0.32). Everything here is inert while no plan is active.
+Needs of a backend: KV is written by ``impl.do_kv_cache_update`` before attention runs, outside any
+CUDA graph; attention is causal over the block table of each request in ``CommonAttentionMetadata``;
+the metadata builder keeps no buffer of as many rows as the engine has requests, as there may be
+more virtual ones. CPU_ATTN, FLASH_ATTN and TRITON_ATTN keep that (vLLM 0.32), where
+:func:`unsupported_reason` finds nothing. Everything here is inert while no plan is active.
 """
 
 import dataclasses
@@ -19,6 +21,9 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 from vllm_spec_ext.engine.tree_plan import TreePlan
 
 logger = logging.getLogger("vllm.spec_ext")
+
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+"""Attention backends that keep the contract above; the tests hold their builders to it."""
 
 
 def with_scratch(kv_cache_config: Any, num_scratch: int) -> Any:
@@ -46,14 +51,27 @@ def unsupported_reason(runner: Any) -> str | None:
     groups = [group for groups in runner.attn_groups for group in groups]
     if len(groups) != 1:
         return f"the model has {len(groups)} attention groups, expected one"
-    backend = groups[0].backend
-    if backend.forward_includes_kv_cache_update:
-        return f"attention backend {backend.get_name()} writes KV inside attention"
-    if "MLA" in backend.get_name():
-        return f"attention backend {backend.get_name()} caches no separate keys and values"
+    backend = groups[0].backend.get_name()
+    if backend not in BACKENDS:
+        return f"attention backend {backend}, expected one of {', '.join(BACKENDS)}"
+    if groups[0].kernel_block_size is not None:
+        return "the attention kernel splits KV blocks; choose its own size with --block-size"
     if runner.uses_mrope:
         return "the model uses multi-dimensional rotary positions"
-    passes = runner.compilation_config.pass_config
+    if runner.model_config.rswa_window is not None:
+        return "the model attends to prompt and output through different windows"
+    if runner.cache_config.kv_sharing_fast_prefill:
+        return "kv_sharing_fast_prefill is on"
+    if runner.parallel_config.use_ubatching:
+        return "the batch is split into micro-batches (enable_dbo)"
+    compilation = runner.compilation_config
+    graphs = compilation.cudagraph_mode
+    if (
+        graphs.has_piecewise_cudagraphs()
+        and not compilation.splitting_ops_contain_kv_cache_update()
+    ):
+        return "the KV write is inside the CUDA graphs (use_inductor_graph_partition)"
+    passes = compilation.pass_config
     for name in ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "fuse_rope_kvcache_cat_mla"):
         if getattr(passes, name, False):
             return f"compilation pass {name} fuses the KV write"
@@ -134,9 +152,11 @@ class TreeAttention:
         build = group.build_metadata
 
         def build_metadata(common: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.plan is not None:
-                common = expand_attention(common, self.plan)
-            return build(common, *args, **kwargs)
+            if self.plan is None:
+                return build(common, *args, **kwargs)
+            # Not ahead of time: FlashAttention 3's schedule goes into a buffer made for the
+            # engine's number of requests (vLLM 0.32 v1/attention/backends/flash_attn.py:665).
+            return build(expand_attention(common, self.plan), *args, fast_build=True, **kwargs)
 
         group.build_metadata = build_metadata
 

@@ -53,7 +53,9 @@ def save_heads(
     from safetensors.torch import save
 
     weights = {
-        name: value.detach().to("cpu", _DTYPES[dtype]).contiguous()
+        name: value.detach()
+        .to("cpu", _DTYPES[dtype] if value.is_floating_point() else value.dtype)
+        .contiguous()
         for name, value in heads.state_dict().items()
     }
     config = config.model_copy(update={"training": {**config.training, **figures.as_dict()}})
@@ -82,6 +84,8 @@ def model_card(config: HeadsConfig, figures: HeadFigures) -> str:
     )
     layout = "one private hidden layer each" if config.block_diagonal else "one shared hidden layer"
     conditioned = ", conditioned on the next token" if config.condition_on_next else ""
+    listed = config.draft_vocab_size
+    drafts = "" if listed is None else f", drafting the {listed:,} most frequent tokens"
     return f"""---
 library_name: vllm-spec-ext
 tags: [speculative-decoding, blockwise-parallel-decoding]
@@ -89,7 +93,8 @@ tags: [speculative-decoding, blockwise-parallel-decoding]
 # Blockwise heads for {config.target}
 
 {config.num_heads} draft heads (block size k = {config.block_size} with the target's own head), \
-{layout} of {config.head_width} units a head{conditioned}; {config.num_parameters:,} parameters. \
+{layout} of {config.head_width} units a head{conditioned}; {config.num_parameters:,} parameters\
+{drafts}. \
 Vocabulary projection{" and embeddings" if config.condition_on_next else ""}: the target's own.
 {changed}
 ```

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads
 from vllm_spec_ext.training.batches import IGNORED, make_batch
+from vllm_spec_ext.training.draft_vocab import DraftProjection
 from vllm_spec_ext.training.hidden import HiddenSource
 from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target
@@ -139,7 +140,8 @@ def _collect(
     logit_chunk: int,
 ) -> _Rows:
     num_heads = heads.config.num_heads
-    top = min(_CANDIDATES, target.vocab_size)
+    projection = DraftProjection(target, heads.draft_vocab)
+    top = min(_CANDIDATES, projection.num_places)
     ranks, has_target, log_probs, agrees, counts = [], [], [], [], []
     for start in range(0, len(sequences), batch_size):
         batch = make_batch(data, sequences[start : start + batch_size], num_heads, max_length)
@@ -150,16 +152,16 @@ def _collect(
         for low in range(0, len(hidden), logit_chunk):
             part = slice(low, low + logit_chunk)
             following = batch.next_tokens[part].to(device)
-            wanted = batch.targets[part].to(device)
+            wanted = projection.places(batch.targets[part].to(device))
             own = target.project(hidden[part]).argmax(-1)
             agrees.append((own == following).cpu().numpy())
             embedding = target.embed(following) if heads.config.condition_on_next else None
             drafts = heads(hidden[part].to(heads.b_out.dtype), embedding)
             found_ranks, found_scores = [], []
             for i in range(num_heads):  # one head's logits at a time
-                scores = target.project(drafts[:, i]).float().log_softmax(-1)
-                best, ids = scores.topk(top, dim=-1)
-                hit = ids == wanted[:, i : i + 1]
+                scores = projection(drafts[:, i]).float().log_softmax(-1)
+                best, places = scores.topk(top, dim=-1)
+                hit = places == wanted[:, i : i + 1]
                 rank = torch.where(hit.any(-1), hit.int().argmax(-1), -1)
                 found_ranks.append(rank.cpu().numpy())
                 found_scores.append(best.cpu().numpy())

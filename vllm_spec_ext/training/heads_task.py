@@ -12,6 +12,7 @@ from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig
 from vllm_spec_ext.training.batches import BatchPlan, Split, split_data
 from vllm_spec_ext.training.checkpoint import default_head_width
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
+from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.evaluate import HeadFigures, measure_heads
 from vllm_spec_ext.training.hidden import HiddenSource
 from vllm_spec_ext.training.schema import BlockwiseTraining
@@ -42,6 +43,12 @@ class HeadsTask:
         torch.manual_seed(config.seed)
         self.heads_config = heads_config(config, target, data)
         self.heads = BlockwiseHeads(self.heads_config).to(target.device).train()
+        if self.heads_config.draft_vocab_size is not None:
+            size = self.heads_config.draft_vocab_size
+            self.heads.draft_vocab = frequent_tokens(data, size, target.vocab_size).to(
+                target.device
+            )
+        self.projection = DraftProjection(target, self.heads.draft_vocab)
         self.modules: dict[str, nn.Module] = {"heads": self.heads}
         matrices = [p for p in self.heads.parameters() if p.ndim > 1]
         biases = [p for p in self.heads.parameters() if p.ndim == 1]
@@ -92,6 +99,7 @@ class HeadsTask:
         with self._autocast():
             drafts = self.heads(hidden, embedding)
         chosen = self._chosen_heads(step)
+        places = self.projection.places(targets)
         # A detached copy collects the gradients of all heads, so that the heads' own graph, and
         # in fine-tuning the target's, is walked once.
         leaf = drafts.detach().requires_grad_()
@@ -100,8 +108,8 @@ class HeadsTask:
             with self._autocast():
                 results[f"{i + 1}"] = backward_cross_entropy(
                     leaf[:, i],
-                    targets[:, i],
-                    self.target.project,
+                    places[:, i],
+                    self.projection,
                     self.config.logit_chunk,
                     1 / len(chosen),
                 )
@@ -175,6 +183,7 @@ def heads_config(config: BlockwiseTraining, target: Target, data: TokenData) -> 
         tokenizer_fingerprint=data.manifest.get("tokenizer_fingerprint"),
         num_heads=config.num_heads,
         head_width=width,
+        draft_vocab_size=config.draft_vocab and min(config.draft_vocab, target.vocab_size),
         block_diagonal=config.block_diagonal,
         condition_on_next=config.condition_on_next,
         training={

@@ -98,6 +98,11 @@ class BlockwiseTraining(Options):
     condition_on_next: bool = True
     """Show the heads the token that the target itself emits; the hidden state does not know it."""
 
+    draft_vocab: int | None = Field(default=None, ge=1)
+    """Let the heads draft only this many tokens, the most frequent of the data. The vocabulary
+    projection is most of the cost of training and of drafting; rare tokens are seldom drafted
+    rightly anyway (FR-Spec, Zhao et al. 2025). Default: all tokens."""
+
     # Optimisation
     loss: Literal["random", "all"] = "random"
     """Train one random head per batch (the paper's way, cheaper) or all of them."""

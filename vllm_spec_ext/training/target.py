@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from vllm_spec_ext.errors import SpecExtError
 
@@ -72,6 +73,15 @@ class Target:
         """Logits [n, vocab_size] of states [n, hidden_size] by the target's own projection."""
         assert self._head is not None
         return self._head(states.to(next(self._head.parameters()).dtype))
+
+    def project_to(self, states: Tensor, token_ids: Tensor) -> Tensor:
+        """Logits [n, m] of the tokens ``token_ids`` [m] alone."""
+        head: Any = self._head
+        bias = getattr(head, "bias", None)
+        rows = head.weight[token_ids]
+        return functional.linear(
+            states.to(rows.dtype), rows, None if bias is None else bias[token_ids]
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings [n, hidden_size] of token ids [n]; detached, also when fine-tuning."""

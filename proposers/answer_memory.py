@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What earlier requests were answered, for later ones to copy from.
+
+Requests made from one template get answers that open, comment and close in the same words. Every
+answer stands behind a separator, so that the openings can be found too: an answer's first token
+agrees in two places with an answer that began alike.
+"""
+
+import numpy as np
+
+from vllm_spec_ext.proposers.base import IntArray
+from vllm_spec_ext.proposers.occurrence_index import Match, OccurrenceIndex
+
+
+class AnswerMemory:
+    """The latest answers, the oldest forgotten first."""
+
+    def __init__(self, limit: int, separator: int) -> None:
+        """Start empty.
+
+        Args:
+            limit: Most tokens that are kept.
+            separator: A number that is no token, >= 0.
+        """
+        self._limit = limit
+        self._separator = np.array([separator], np.int32)
+        self._answers: list[tuple[IntArray, IntArray]] = []  # as they are and folded, oldest first
+        self._index = OccurrenceIndex(limit + 1)
+        self._tokens = np.empty(limit + 1, np.int32)  # of the index, not folded
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def add(self, answer: IntArray, folded: IntArray) -> None:
+        """Remember the end of an answer.
+
+        Args:
+            answer: [n] int32 tokens.
+            folded: [n] int32 tokens as they are compared.
+        """
+        if not len(answer):
+            return
+        half = max(self._limit // 2, 1)
+        entry = (answer[-half:], folded[-half:])
+        if len(self) + len(entry[0]) + 1 > self._limit:
+            self._keep_newest(half)
+        self._answers.append(entry)
+        self._append(*entry)
+
+    def longest(self, folded: IntArray, max_ngram: int) -> Match:
+        """Where the end of a request's output stood in an earlier answer.
+
+        Args:
+            folded: [m] int32, the output so far, from its first token.
+            max_ngram: Most tokens that are compared.
+        """
+        if len(folded) < max_ngram:
+            folded = np.concatenate((self._separator, folded))
+        return self._index.longest(folded[-max_ngram:], max_ngram)
+
+    def following(self, match: Match, room: int) -> IntArray:
+        """At most `room` tokens that came behind a match, not beyond the end of that answer."""
+        tokens = self._tokens[match.latest : min(match.latest + room, len(self))]
+        ends = np.flatnonzero(tokens == self._separator)
+        return tokens[: ends[0]] if len(ends) else tokens
+
+    def _append(self, answer: IntArray, folded: IntArray) -> None:
+        start = len(self)
+        self._index.append(np.concatenate((self._separator, folded)))
+        self._tokens[start] = self._separator[0]
+        self._tokens[start + 1 : len(self)] = answer
+
+    def _keep_newest(self, num_tokens: int) -> None:
+        """Index anew the newest answers of that many tokens together."""
+        kept = []
+        for entry in reversed(self._answers):
+            num_tokens -= len(entry[0]) + 1
+            if num_tokens < 0:
+                break
+            kept.append(entry)
+        self._answers = kept[::-1]
+        self._index = OccurrenceIndex(self._limit + 1)
+        for entry in self._answers:
+            self._append(*entry)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live view, from made-up metrics pages."""
+
+import math
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from vllm_spec_ext.cli.main import main
+from vllm_spec_ext.cli.top import engine_rows, quantile, read_metrics
+
+LABELS = '{method="input_copy",rule="exact"}'
+
+
+def page(steps: int, emitted: int, verified: int, accepted: int, quick: int, slow: int) -> str:
+    lines = ["# TYPE spec_ext:lossless gauge", f"spec_ext:lossless{LABELS} 1.0"]
+    for name, value in (
+        ("steps", steps),
+        ("emitted_tokens", emitted),
+        ("verified_nodes", verified),
+        ("accepted_nodes", accepted),
+        ("empty_drafts", steps // 4),
+    ):
+        lines += [f"# TYPE spec_ext:{name} counter", f"spec_ext:{name}_total{LABELS} {value}"]
+    lines.append("# TYPE spec_ext:drafter_microseconds histogram")
+    for bound, count in (("10.0", quick), ("100.0", quick + slow), ("+Inf", quick + slow)):
+        labels = LABELS.replace("}", f',le="{bound}"}}')
+        lines.append(f"spec_ext:drafter_microseconds_bucket{labels} {count}")
+    lines += [
+        f"spec_ext:drafter_microseconds_count{LABELS} {quick + slow}",
+        f"spec_ext:drafter_microseconds_sum{LABELS} 1",
+        "# TYPE vllm:num_requests_running gauge",
+        'vllm:num_requests_running{engine="0"} 2',
+        'vllm:num_requests_running{engine="1"} 3',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def test_figures_of_an_interval() -> None:
+    before = read_metrics(page(100, 150, 400, 50, 10, 0), 0.0)
+    now = read_metrics(page(140, 270, 600, 130, 60, 49), 2.0)
+    assert now.server["vllm:num_requests_running"] == 5
+    (row,) = engine_rows(now, before)
+    assert row == ["input_copy (exact)", "yes", "3.00", "5.00", "40%", "25%", "< 10 / < 100"]
+    (row,) = engine_rows(before, None)
+    assert row[2:5] == ["1.50", "4.00", "12%"]
+
+
+def test_nothing_happened() -> None:
+    now = read_metrics(page(100, 150, 400, 50, 10, 0), 0.0)
+    (row,) = engine_rows(now, now)
+    assert row[2:] == ["-", "-", "-", "-", "- / -"]
+    assert math.isnan(quantile({}, {}, 0.5))
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[str]]]:
+    """A metrics page whose text the test sets."""
+    text = [""]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text[0].encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    httpd = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{httpd.server_port}/metrics", text
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def test_once(server: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    url, text = server
+    text[0] = page(100, 150, 400, 50, 10, 0)
+    with pytest.raises(SystemExit) as stop:
+        main(["top", "--url", url, "--once"])
+    assert stop.value.code == 0
+    assert "input_copy" in capsys.readouterr().out
+    text[0] = "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 1\n"
+    with pytest.raises(SystemExit) as stop:
+        main(["top", "--url", url, "--once"])
+    assert stop.value.code == 2
+    assert "shows no spec_ext:* metrics" in capsys.readouterr().err
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["top", "--url", "http://127.0.0.1:9/metrics", "--once"])
+    assert stop.value.code == 2
+    assert "no metrics at http://127.0.0.1:9/metrics" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of a benchmark as SVG text, with its text as text."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_spec_ext.bench.session import BenchResult
+from vllm_spec_ext.bench.statistics import Summary
+from vllm_spec_ext.errors import SpecExtError
+
+
+def speed_figure(result: BenchResult) -> str:
+    """Speed-up over plain decoding of each method, with its range, beside tokens per step."""
+    summaries = [s for s in result.summaries() if s.speed_up is not None]
+    figure, (left, right) = _subplots(2, height=1.2 + 0.34 * len(summaries))
+    places = range(len(summaries))[::-1]
+    left.barh(places, [s.tokens_per_step for s in summaries], color="#7a9cc6")
+    left.set(xlabel="tokens per target step")
+    spreads = [s.speed_up for s in summaries if s.speed_up is not None]
+    right.barh(
+        places,
+        [spread.median for spread in spreads],
+        xerr=[[s.median - s.low for s in spreads], [s.high - s.median for s in spreads]],
+        color="#86b58a",
+    )
+    right.set(xlabel="speed over plain decoding's")
+    for axes in (left, right):
+        axes.axvline(1.0, color="black", linewidth=0.8)
+    left.set_yticks(places, [label(s, result) for s in summaries])
+    right.set_yticks(places, [""] * len(summaries))
+    return _svg(figure)
+
+
+def acceptance_figure(result: BenchResult) -> str:
+    """Share of drafts that were accepted up to each position; empty if nothing was drafted."""
+    drafted = [s for s in result.summaries() if s.acceptance_per_position]
+    if not drafted:
+        return ""
+    figure, (axes,) = _subplots(1, height=3.6)
+    for summary in drafted:
+        shares = summary.acceptance_per_position
+        axes.plot(range(1, len(shares) + 1), shares, marker=".", label=label(summary, result))
+    axes.set(xlabel="position in the draft", ylabel="accepted", ylim=(0, 1))
+    axes.legend(fontsize="small")
+    return _svg(figure)
+
+
+def drift_figure(result: BenchResult) -> str:
+    """Speed against the distance from plain decoding's text; empty without a lossy method."""
+    if not result.drifts:
+        return ""
+    drifts = {(drift.method, drift.batch_size): drift for drift in result.drifts}
+    figure, (axes,) = _subplots(1, height=3.8)
+    for summary in result.summaries():
+        drift = drifts.get((summary.method, summary.batch_size))
+        lossless = result.facts[summary.method].lossless
+        if summary.speed_up is None or (drift is None and not lossless):
+            continue
+        distance = 0.0 if drift is None else drift.edit_distance
+        axes.plot(distance, summary.speed_up.median, "s" if lossless else "o", color="#44658f")
+        axes.annotate(
+            label(summary, result),
+            (distance, summary.speed_up.median),
+            textcoords="offset points",
+            xytext=(6, 4),
+            fontsize="small",
+        )
+    axes.set(
+        xlabel="edit distance from plain decoding's answers (share of their tokens)",
+        ylabel="speed over plain decoding's",
+    )
+    axes.margins(0.15)
+    return _svg(figure)
+
+
+def label(summary: Summary, result: BenchResult) -> str:
+    """Name of a method, with the batch size where there are several."""
+    if len(result.settings.batch_size) == 1:
+        return summary.method
+    return f"{summary.method}, batch {summary.batch_size}"
+
+
+def _subplots(columns: int, height: float) -> tuple[Any, Sequence[Any]]:
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise SpecExtError(
+            "figures need matplotlib; install it with `pip install 'vllm-spec-ext[report]'`"
+        ) from error
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "vllm-spec-ext"})
+    figure, axes = pyplot.subplots(1, columns, figsize=(9, height), squeeze=False)
+    return figure, axes[0]
+
+
+def _svg(figure: Any) -> str:
+    """The figure as an <svg> element; no date in it, so equal figures are equal files."""
+    from matplotlib import pyplot
+
+    buffer = io.StringIO()
+    figure.tight_layout()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-spec top``: what speculation does in a running server, live."""
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from vllm_spec_ext.cli.bench import report_console
+from vllm_spec_ext.errors import SpecExtError
+
+_TIMEOUT_S = 5.0
+_OURS = "spec_ext:"
+_TIMES = f"{_OURS}drafter_microseconds"
+
+
+@dataclass
+class Snapshot:
+    """The metrics of one moment."""
+
+    when: float  # seconds
+    counters: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine, then name
+    buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # drafter time, by engine
+    server: dict[str, float] = field(default_factory=dict)  # vLLM's own, all engines together
+
+
+def read_metrics(text: str, when: float) -> Snapshot:
+    """Take apart what ``/metrics`` says; an engine is named "method (rule)"."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found = Snapshot(when)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = sample.labels
+            if sample.name.startswith("vllm:"):
+                found.server[sample.name] = found.server.get(sample.name, 0.0) + sample.value
+            elif sample.name.startswith(_OURS):
+                engine = f"{labels.get('method', '?')} ({labels.get('rule', '?')})"
+                if sample.name == f"{_TIMES}_bucket":
+                    bound = float(labels["le"].replace("+Inf", "inf"))
+                    found.buckets.setdefault(engine, {})[bound] = sample.value
+                else:
+                    name = sample.name.removeprefix(_OURS).removesuffix("_total")
+                    found.counters.setdefault(engine, {})[name] = sample.value
+    return found
+
+
+def quantile(now: Mapping[float, float], before: Mapping[float, float], share: float) -> float:
+    """Upper bound of the bucket that holds this share of the calls in between; nan without any."""
+    counts = [(bound, value - before.get(bound, 0.0)) for bound, value in sorted(now.items())]
+    total = counts[-1][1] if counts else 0.0
+    for bound, count in counts:
+        if total and count >= share * total:
+            return bound
+    return math.nan
+
+
+def engine_rows(now: Snapshot, before: Snapshot | None) -> Iterable[list[str]]:
+    """One row an engine, over the time since ``before`` (since its start without one)."""
+    for engine, counters in now.counters.items():
+        old = before.counters.get(engine, {}) if before else {}
+        since = {name: value - old.get(name, 0.0) for name, value in counters.items()}
+        times, old_times = now.buckets.get(engine, {}), (before.buckets if before else {})
+        steps, verified = since.get("steps", 0.0), since.get("verified_nodes", 0.0)
+        slow = [quantile(times, old_times.get(engine, {}), share) for share in (0.5, 0.99)]
+        yield [
+            engine,
+            "yes" if counters.get("lossless") else "NO",
+            _ratio(since.get("emitted_tokens", 0.0), steps),
+            _ratio(verified, steps),
+            _ratio(since.get("accepted_nodes", 0.0), verified, percent=True),
+            _ratio(since.get("empty_drafts", 0.0), steps, percent=True),
+            " / ".join("-" if math.isnan(value) else f"< {value:g}" for value in slow),
+        ]
+
+
+def table(now: Snapshot, before: Snapshot | None) -> Table:
+    """The view."""
+    seconds = now.when - before.when if before else 0.0
+    span = f"last {seconds:.0f} s" if before else "since the server started"
+    parts = [span]
+    for text, name in (
+        ("running", "vllm:num_requests_running"),
+        ("waiting", "vllm:num_requests_waiting"),
+    ):
+        if name in now.server:
+            parts.append(f"{now.server[name]:.0f} {text}")
+    generated = "vllm:generation_tokens_total"
+    if before and seconds > 0 and generated in now.server:
+        rate = (now.server[generated] - before.server.get(generated, 0.0)) / seconds
+        parts.append(f"{rate:.1f} tok/s")
+    view = Table(title=", ".join(parts), title_justify="left")
+    view.add_column("method (rule)")
+    for heading in (
+        "lossless",
+        "tokens/step",
+        "nodes/step",
+        "accepted",
+        "no draft",
+        "drafter us p50 / p99",
+    ):
+        view.add_column(heading, justify="right")
+    for row in engine_rows(now, before):
+        view.add_row(*row)
+    return view
+
+
+def fetch(url: str) -> Snapshot:
+    """The server's metrics now.
+
+    Raises:
+        SpecExtError: No answer, or none of this plugin's metrics in it.
+    """
+    try:
+        with urlopen(url, timeout=_TIMEOUT_S) as answer:
+            text = answer.read().decode("utf-8")
+    except (URLError, OSError, ValueError) as error:
+        raise SpecExtError(
+            f"no metrics at {url}: {error}; give the address of a running `vllm serve` with --url"
+        ) from error
+    found = read_metrics(text, time.monotonic())
+    if not found.counters:
+        raise SpecExtError(
+            f"{url} shows no {_OURS}* metrics: the server runs none of this plugin's methods, or "
+            "several API servers (then vLLM shows its own metrics only)"
+        )
+    return found
+
+
+def top(
+    *,
+    url: Annotated[
+        str, typer.Option(help="The server's metrics page.")
+    ] = "http://localhost:8000/metrics",
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[
+        bool, typer.Option(help="Print the figures since the server started, and end.")
+    ] = False,
+) -> None:
+    """Watch a running server's speculation: tokens per step, acceptance, drafter time.
+
+    Ctrl-C ends it. Exit status: 0, or 2 if the server does not answer.
+    """
+    console = report_console()
+    before, now = None, fetch(url)
+    if once:
+        console.print(table(now, None))
+        return
+    with Live(table(now, None), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            before, now = now, fetch(url)
+            live.update(table(now, before), refresh=True)
+
+
+def _ratio(part: float, whole: float, *, percent: bool = False) -> str:
+    if not whole:
+        return "-"
+    return f"{part / whole:.0%}" if percent else f"{part / whole:.2f}"

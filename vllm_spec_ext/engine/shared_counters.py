@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters that the worker counts and the front end shows.
+
+The worker is another process, and vLLM has no channel for a plugin's figures. A small file mapped
+by both costs an addition a step and needs no lock: one worker writes (the first rank of each data
+parallel group), others read. Workers on another machine than the front end do not see the folder
+and count nothing.
+"""
+
+import atexit
+import shutil
+import tempfile
+from bisect import bisect_left
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+COUNTERS = {
+    "steps": "Requests' decoding steps, with and without a draft.",
+    "emitted_tokens": "Tokens that those steps gave, bonus tokens included.",
+    "empty_drafts": "Requests' steps for which nothing was drafted.",
+    "drafted_nodes": "Draft tokens (chain tokens or tree nodes) that the proposer made.",
+    "verified_nodes": "Draft tokens that the target judged.",
+    "accepted_nodes": "Draft tokens that it accepted.",
+    "branching_drafts": "Drafts with branches.",
+}
+BUCKETS_US = (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000)
+_INDEX = {name: place for place, name in enumerate(COUNTERS)}
+_FIRST_BUCKET = len(COUNTERS)
+_SUM = _FIRST_BUCKET + len(BUCKETS_US) + 1  # one more bucket for all that is slower
+_SIZE = _SUM + 1
+
+
+def make_folder() -> str:
+    """A folder for the counters of one engine, removed when this process ends."""
+    folder = tempfile.mkdtemp(prefix="vllm-spec-ext-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+class CounterWriter:
+    """The worker's end."""
+
+    def __init__(self, folder: str | None, rank: int) -> None:
+        """Start at zero; a folder that is not there makes it count for itself alone."""
+        self._values = np.zeros(_SIZE)
+        if folder is not None and Path(folder).is_dir():
+            path = Path(folder) / f"{rank}.counters"
+            self._values = np.memmap(path, np.float64, "w+", shape=(_SIZE,))
+
+    def add(self, **counts: float) -> None:
+        """Add to counters by name."""
+        for name, count in counts.items():
+            self._values[_INDEX[name]] += count
+
+    def time(self, microseconds: float) -> None:
+        """Count one call of the proposer."""
+        self._values[_FIRST_BUCKET + bisect_left(BUCKETS_US, microseconds)] += 1
+        self._values[_SUM] += microseconds
+
+
+class CounterReadings:
+    """What all workers of an engine have counted so far."""
+
+    def __init__(self, folders: Iterable[str]) -> None:
+        """Add up every file of the folders."""
+        total = np.zeros(_SIZE)
+        for folder in folders:
+            for path in Path(folder).glob("*.counters"):
+                values = np.fromfile(path)
+                if len(values) == _SIZE:  # else just being made
+                    total += values
+        self._values = total
+
+    def __getitem__(self, name: str) -> float:
+        """A counter by name."""
+        return float(self._values[_INDEX[name]])
+
+    @property
+    def time_buckets(self) -> list[tuple[str, float]]:
+        """Pairs of upper bound ("+Inf" last) and calls up to it, as Prometheus counts."""
+        counts = np.cumsum(self._values[_FIRST_BUCKET:_SUM])
+        bounds = [*(str(float(bound)) for bound in BUCKETS_US), "+Inf"]
+        return list(zip(bounds, counts.tolist(), strict=True))
+
+    @property
+    def total_time_us(self) -> float:
+        """All calls of the proposer together."""
+        return float(self._values[_SUM])
