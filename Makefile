@@ -5,7 +5,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := .venv/bin
 TYPED := $(wildcard vllm_spec_ext tests examples scripts)
 
-.PHONY: help setup check fix test demo bench-smoke
+.PHONY: help setup check fix test demo docs bench-smoke
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -28,6 +28,9 @@ test: setup  ## All tests: unit, engine, e2e (minutes)
 
 demo: setup  ## The same text with and without speculation, on a small model
 	$(BIN)/vllm-spec demo
+
+docs: setup  ## The documentation as a site, in site/
+	$(BIN)/mkdocs build --strict
 
 bench-smoke: setup  ## A very short benchmark run: does everything work, not how fast is it
 	$(BIN)/vllm-spec bench --smoke

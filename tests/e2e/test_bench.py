@@ -95,6 +95,26 @@ def test_demo_runs_without_a_terminal(model: str) -> None:
     assert "speed-up" in done.stdout
 
 
+@needs_plugin
+def test_plan_measures_this_machine(model: str, tmp_path: Path) -> None:
+    result = tmp_path / "plan.json"
+    done = _vllm_spec(
+        *("plan", "--model", model, "--limit", "2", "--max-tokens", "24", "--dtype", "float32"),
+        *("--batch-size", "1,2", "--context", "32", "--json", str(result)),
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(result.read_text())
+    assert set(data["step_seconds"]) == {"1", "2"}
+    for row in data["step_seconds"].values():
+        assert row["64"] > row["0"] > 0
+    found = data["methods"]["input_copy"]
+    assert [plan["cap"] for plan in found["plans"]][-1] == 32
+    tokens = [plan["tokens_per_step"] for plan in found["plans"]]
+    assert tokens == sorted(tokens)
+    assert tokens[-1] > 1.2
+    assert '--speculative-config \'{"method": "input_copy"' in done.stdout
+
+
 def test_an_idle_engine_takes_no_cpu_time_once_paused(model: str, tmp_path: Path) -> None:
     import psutil
 

@@ -58,7 +58,7 @@ def starting_with(*words: str) -> list[Any]:
 
 
 def test_every_command_is_covered() -> None:
-    known = ("make", "vllm-spec", "vllm serve", "curl", "python -m vllm_spec_ext", "python scripts")
+    known = ("make", "vllm-spec", "vllm serve", "curl", "python -m vllm_spec_ext")
     rest = [text for _, text in commands() if not text.startswith(known)]
     assert set(rest) == INSTALLS
     assert {block.language for block in blocks(r"bash", "python", "toml", "text", "json")} <= {
@@ -77,7 +77,7 @@ def test_make(command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", starting_with("vllm-spec", "python -m vllm_spec_ext"))
+@pytest.mark.parametrize("command", starting_with("vllm-spec", "python -m vllm_spec_ext.cli"))
 def test_vllm_spec(
     command: str,
     tmp_path: Path,
@@ -114,6 +114,7 @@ def test_vllm_spec(
     monkeypatch.setattr(bench_module, "demo_model", model_folder)
     monkeypatch.setattr("vllm_spec_ext.training.blockwise.train_blockwise", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.top.fetch", stop)
+    monkeypatch.setattr("vllm_spec_ext.cli.plan.measure_times", stop)
     with pytest.raises(SystemExit) as ended:
         main_module.main(words[1:])
     assert ended.value.code == 0, capsys.readouterr().err
@@ -133,11 +134,11 @@ def made_up_result() -> dict[str, Any]:
     return to_json(result, collect(["vllm-spec", "bench"]))
 
 
-@pytest.mark.parametrize("command", starting_with("python scripts"))
-def test_scripts(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", starting_with("python -m vllm_spec_ext.bench"))
+def test_step_probe(command: str, tmp_path: Path) -> None:
     words = shlex.split(command.replace(MODEL, model_folder()))
     short = ["--sizes", "1", "4", "--steps", "2", "--rounds", "1", "--context", "32"]
-    words = [sys.executable, str(ROOT / words[1]), *words[2:], *short]
+    words = [sys.executable, *words[1:], *short]
     done = subprocess.run(
         words,
         cwd=tmp_path,

@@ -112,9 +112,9 @@ class EngineClient:
         """Sum of the token log-probabilities of each answer (question index, tokens)."""
         return self._ask("score", list(answers))
 
-    def trace(self, index: int) -> dict[str, Any]:
+    def trace(self, index: int, *, fresh: bool = True) -> dict[str, Any]:
         """Answer one question with every draft on record; see ``EngineServer.trace``."""
-        return self._ask("trace", index)
+        return self._ask("trace", index, fresh)
 
     def pause(self) -> None:
         """Stop all processes of the engine; it then takes no CPU time at all."""

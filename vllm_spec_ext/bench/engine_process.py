@@ -78,14 +78,20 @@ class EngineServer:
             self.pipe.send(("progress", index))
         return scores
 
-    def trace(self, index: int) -> dict[str, Any]:
+    def trace(self, index: int, fresh: bool = True) -> dict[str, Any]:
         """Answer one question with every draft on record.
 
+        Args:
+            index: Which question.
+            fresh: Forget what was learned from earlier ones.
+
         Returns:
-            ``prompt`` and ``output`` token ids, and ``steps`` as the worker records them.
+            ``prompt`` and ``output`` token ids, ``steps`` as the worker records them, and the
+            drafter's ``propose_us``, one entry a step.
         """
         engine = self._started()
-        engine.forget()
+        if fresh:
+            engine.forget()
         engine.llm.collective_rpc("spec_ext_record", args=(True,))
         try:
             records, _ = self._answer([index], 1, report=False)
@@ -93,7 +99,12 @@ class EngineServer:
         finally:
             engine.llm.collective_rpc("spec_ext_record", args=(False,))
         prompt = engine.encode(self.questions[index].opening)
-        return {"prompt": prompt, "output": list(records[0].turns[0].token_ids), "steps": steps}
+        return {
+            "prompt": prompt,
+            "output": list(records[0].turns[0].token_ids),
+            "steps": steps,
+            "propose_us": list(engine.propose_us() or ()),
+        }
 
     def close(self) -> None:
         """End the engine, if there is one."""

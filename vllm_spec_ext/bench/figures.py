@@ -2,9 +2,10 @@
 """Figures of a benchmark as SVG text, with its text as text."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_spec_ext.bench.planner import Plan, StepTimes
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.statistics import Summary
 from vllm_spec_ext.errors import SpecExtError
@@ -71,6 +72,28 @@ def drift_figure(result: BenchResult) -> str:
         ylabel="speed over plain decoding's",
     )
     axes.margins(0.15)
+    return _svg(figure)
+
+
+def plan_figure(curves: Mapping[str, Sequence[Plan]], times: StepTimes) -> str:
+    """Step time against verified tokens, and predicted speed-up against the cap."""
+    figure, (left, right) = _subplots(2, height=4.0)
+    for size, row in sorted(times.table.items()):
+        nodes = sorted(row)
+        left.plot(nodes, [row[n] * 1e3 for n in nodes], marker=".", label=f"batch {size}")
+    left.set(xlabel="draft tokens verified for each request", ylabel="step, ms", ylim=(0, None))
+    left.legend(fontsize="small")
+    for name, plans in curves.items():
+        for size in sorted(times.table):
+            right.plot(
+                [plan.cap for plan in plans],
+                [plan.speed_up[size] for plan in plans],
+                marker=".",
+                label=f"{name}, batch {size}",
+            )
+    right.axhline(1.0, color="black", linewidth=0.8)
+    right.set(xlabel="most draft tokens", ylabel="speed over plain decoding's")
+    right.legend(fontsize="small")
     return _svg(figure)
 
 

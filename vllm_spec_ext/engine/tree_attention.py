@@ -125,9 +125,19 @@ class TreeAttention:
         Args:
             pairs: (from, to); no block may be on both sides.
         """
-        if pairs:
-            num_blocks = self._runner.kv_cache_config.num_blocks
+        if not pairs:
+            return
+        num_blocks = self._runner.kv_cache_config.num_blocks
+        if self._runner.device.type != "cpu":
             copy_kv_cache_blocks_inplace(self._runner.kv_caches, num_blocks, list(pairs))
+            return
+        # There vLLM's way, a gather and a scatter, moves each block twice and by single elements:
+        # five times the time, up to a tenth of a step.
+        runs = copy_runs(pairs)
+        for cache in {cache.data_ptr(): cache for cache in self._runner.kv_caches}.values():
+            blocks = cache.unflatten(0, (num_blocks, -1))
+            for source, first, end in runs:
+                blocks[first:end] = blocks[source]
 
     def _wrap_write(self, impl: Any) -> None:
         """After a layer wrote its KV, write the shared ancestors into the scratch blocks too."""
@@ -159,6 +169,17 @@ class TreeAttention:
             return build(expand_attention(common, self.plan), *args, fast_build=True, **kwargs)
 
         group.build_metadata = build_metadata
+
+
+def copy_runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Copies (from, to) joined where one block goes to several in a row: (from, first, end)."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in pairs:
+        if runs and runs[-1][0] == source and runs[-1][2] == target:
+            runs[-1] = (source, runs[-1][1], target + 1)
+        else:
+            runs.append((source, target, target + 1))
+    return runs
 
 
 def expand_attention(common: Any, plan: TreePlan) -> Any:
