@@ -52,6 +52,7 @@ class EngineClient:
         self.log = log
         self.paused = False
         self.busy = False
+        self.closing = False
         self.pipe, child = Pipe()
         alive, self.alive = os.pipe()  # if it closes without a byte, we were killed
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
@@ -127,8 +128,11 @@ class EngineClient:
             self._signal(signal.SIGCONT)
             self.paused = False
 
-    def close(self) -> None:
-        """End all processes of the engine, politely first."""
+    def begin_to_close(self) -> None:
+        """Ask the engine to end, and wait for nothing."""
+        if self.closing:
+            return
+        self.closing = True
         self.resume()
         if self.busy:  # it does not read commands now: Ctrl-C in the middle of a pass
             with contextlib.suppress(ProcessLookupError):
@@ -136,6 +140,10 @@ class EngineClient:
         else:
             with contextlib.suppress(OSError):
                 self.pipe.send(("stop", ()))
+
+    def close(self) -> None:
+        """End all processes of the engine, politely first."""
+        self.begin_to_close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_TIMEOUT_S)
         # The group outlives its leader if an engine process hangs.

@@ -131,6 +131,8 @@ def engines_running(
         yield clients
     finally:
         for client in clients.values():
+            client.begin_to_close()  # all at the same time
+        for client in clients.values():
             client.close()
 
 
