@@ -10,6 +10,7 @@ drafts x_{t+1+i}. Exact acceptance; the relaxed rules of the paper are scorers.
 """
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
@@ -25,9 +26,10 @@ from vllm_spec_ext.proposers.base import (
     IntArray,
     Needs,
     StepContext,
-    chain,
+    StepOutcome,
     proposer,
 )
+from vllm_spec_ext.proposers.worth import Worth
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +58,7 @@ class Blockwise(BaseProposer):
         self._options = cast(BlockwiseOptions, options)
         self._heads: BlockwiseHeads | None = None
         self._target: Any = None
+        self._worth = Worth()
 
     def start(self, engine: EngineHandle) -> None:
         """Load the heads onto the target's device and check that they belong to it.
@@ -89,7 +92,8 @@ class Blockwise(BaseProposer):
         self._heads = heads if engine.device is None else heads.to(engine.device)
         self._logits = DraftLogits(engine.target, self._heads.draft_vocab, engine.vocab_size)
         if self._options.tree:
-            self._tree(np.log(np.full((1, 1), 0.5, np.float32)), np.zeros((1, 1), np.int32), 1)
+            one = np.log(np.full((1, 1), 0.5, np.float32))
+            self._tree(one, np.zeros((1, 1), np.int32), 1, -math.inf)
 
     def propose(self, step: StepContext) -> list[Draft]:
         """One draft per request; empty where there is no room."""
@@ -99,25 +103,48 @@ class Blockwise(BaseProposer):
         rows = [i for i, request in enumerate(step.requests) if request.room > 0]
         if self._heads is None or step.hidden_states is None or not rows:
             return drafts
+        confidence = self._confidence(step.min_probability)
         with torch.inference_mode():
-            drafted = self._candidates(step, rows)
+            drafted = self._candidates(step, rows, confidence > 0.0)
         if drafted is None:
             return drafts
         tokens, log_probs = drafted
+        limit = math.log(confidence) if confidence > 0.0 else -math.inf
         for i, row in enumerate(rows):
             room = step.requests[row].room
             if self._options.tree:
-                drafts[row] = self._tree(log_probs[i], tokens[i], room)
+                draft = self._tree(log_probs[i], tokens[i], room, limit)
             else:
-                drafts[row] = self._chain(log_probs[i, :, 0], tokens[i, :, 0], room)
+                draft = self._chain(log_probs[i, :, 0], tokens[i, :, 0], room, limit)
+            drafts[row] = draft
+            if draft.path_probs is not None:
+                self._worth.drafted(step.requests[row].request_id, float(draft.path_probs.sum()))
         return drafts
 
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Learn how far the heads' probabilities can be trusted."""
+        for outcome in outcomes:
+            self._worth.verified(outcome.request_id, outcome.num_accepted)
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """Forget the outcomes that will not come."""
+        for request_id in request_ids:
+            self._worth.forget(request_id)
+
+    def _confidence(self, min_probability: float | None) -> float:
+        """Least path probability of a node that is drafted; 0 drafts all."""
+        least = self._options.min_confidence
+        if self._options.pays and min_probability is not None:
+            least = max(least, self._worth.confidence(min_probability))
+        return least
+
     def _candidates(
-        self, step: StepContext, rows: list[int]
+        self, step: StepContext, rows: list[int], need_probs: bool
     ) -> "tuple[IntArray, np.ndarray[Any, Any]] | None":
         """Best tokens of the heads and their log-probabilities, [len(rows), depth, m] each.
 
-        None on tensor-parallel ranks that vLLM gives no logits.
+        A chain without a cut-off needs no probabilities; they are zero then. None on
+        tensor-parallel ranks that vLLM gives no logits.
         """
         import torch
 
@@ -141,7 +168,7 @@ class Blockwise(BaseProposer):
         if self._options.tree:
             scores = torch.log_softmax(logits.float(), dim=-1)
             best, places = scores.topk(min(self._options.candidates, scores.shape[-1]), dim=-1)
-        elif self._options.min_confidence > 0.0:
+        elif need_probs:
             best, places = torch.log_softmax(logits.float(), dim=-1).max(dim=-1, keepdim=True)
         else:
             places = logits.argmax(dim=-1, keepdim=True)
@@ -154,29 +181,30 @@ class Blockwise(BaseProposer):
             best.to("cpu", torch.float32).numpy().reshape(shape),
         )
 
-    def _min_log_prob(self) -> float:
-        confidence = self._options.min_confidence
-        return math.log(confidence) if confidence > 0.0 else -math.inf
+    def _chain(
+        self, log_probs: "np.ndarray[Any, Any]", tokens: IntArray, room: int, limit: float
+    ) -> Draft:
+        paths = np.cumsum(log_probs[: min(room, len(tokens))])
+        length = int((paths >= limit).sum())  # cumulative log-probabilities only fall
+        if not length:
+            return EMPTY_DRAFT
+        probs = np.exp(paths[:length]).astype(np.float32)
+        return Draft(tokens[:length].copy(), path_probs=probs if limit > -math.inf else None)
 
-    def _chain(self, log_probs: "np.ndarray[Any, Any]", tokens: IntArray, room: int) -> Draft:
-        length = min(room, len(tokens))
-        if self._options.min_confidence > 0.0:
-            likely = np.cumsum(log_probs[:length]) >= self._min_log_prob()
-            length = int(likely.sum())  # cumulative log-probabilities only fall
-        return chain(tokens[:length].copy()) if length else EMPTY_DRAFT
+    def _tree(
+        self, log_probs: "np.ndarray[Any, Any]", tokens: IntArray, room: int, limit: float
+    ) -> Draft:
+        from vllm_spec_ext.proposers.blockwise_tree import best_tree, path_log_probs
 
-    def _tree(self, log_probs: "np.ndarray[Any, Any]", tokens: IntArray, room: int) -> Draft:
-        from vllm_spec_ext.proposers.blockwise_tree import best_tree
-
-        depths, ranks, parents = best_tree(
-            np.ascontiguousarray(log_probs), room, self._min_log_prob()
-        )
+        log_probs = np.ascontiguousarray(log_probs)
+        depths, ranks, parents = best_tree(log_probs, room, limit)
         if not len(depths):
             return EMPTY_DRAFT
-        drafted = tokens[depths, ranks]
+        drafted = np.ascontiguousarray(tokens[depths, ranks])
+        probs = np.exp(path_log_probs(log_probs, depths, ranks, parents))
         if np.array_equal(parents, np.arange(-1, len(parents) - 1)):
-            return chain(drafted)  # no branch: the engine's plain path is cheaper
-        return Draft(np.ascontiguousarray(drafted), parents)
+            return Draft(drafted, path_probs=probs)  # no branch: the plain path is cheaper
+        return Draft(drafted, parents, path_probs=probs)
 
 
 def _hidden_size(target: "torch.nn.Module") -> int | None:

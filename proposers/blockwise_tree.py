@@ -47,6 +47,21 @@ def best_tree(
 
 
 @njit(cache=True, nogil=True)
+def path_log_probs(
+    log_probs: NDArray[np.float32],
+    depths: NDArray[np.int32],
+    ranks: NDArray[np.int32],
+    parents: NDArray[np.int32],
+) -> NDArray[np.float32]:
+    """[n] float32 log-probability of the path to each node of a tree from :func:`best_tree`."""
+    paths = np.empty(len(parents), np.float32)
+    for node in range(len(parents)):
+        above = paths[parents[node]] if parents[node] >= 0 else np.float32(0.0)
+        paths[node] = above + log_probs[depths[node], ranks[node]]
+    return paths
+
+
+@njit(cache=True, nogil=True)
 def _best_first(
     log_probs: NDArray[np.float32], budget: int, min_log_prob: float
 ) -> NDArray[np.int32]:

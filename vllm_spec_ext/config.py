@@ -321,6 +321,11 @@ class BlockwiseOptions(MethodOptions):
     min_confidence: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Leave out draft tokens whose path is, to the heads, less likely than this; 0 keeps all."""
 
+    pays: bool = True
+    """Leave out those, too, that are not worth what verifying a token costs on this machine at
+    this batch size, once that has been measured; how far the heads can be trusted is learned while
+    serving."""
+
 
 def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) -> OptionsT:
     """Validate a mapping against a schema, with errors a user can act on.

@@ -23,7 +23,6 @@ from vllm_spec_ext.proposers.adaptive_ngram.search import (
     settings_array,
 )
 from vllm_spec_ext.proposers.adaptive_ngram.store import MAX_VOCAB, NgramStore, empty_arrays
-from vllm_spec_ext.proposers.adaptive_ngram.worth import Worth
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     Draft,
@@ -32,6 +31,7 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
+from vllm_spec_ext.proposers.worth import Worth
 
 DEFAULT_TREE_DEPTH = 12
 

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from vllm_spec_ext.config import BlockwiseOptions, parse_options
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.proposers.base import Draft, EngineHandle, RequestStep, StepContext
+from vllm_spec_ext.proposers.base import (
+    Draft,
+    EngineHandle,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+)
 from vllm_spec_ext.proposers.blockwise import Blockwise
 from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig
 from vllm_spec_ext.training.checkpoint import save_heads
@@ -152,6 +158,40 @@ def test_a_draft_vocabulary_bounds_what_is_drafted(
         if not tree:
             assert draft.tokens.tolist() == best[row].tolist()
     assert target.calls == (0 if plain_projection else 1)
+
+
+def test_drafts_only_what_pays(tmp_path: Path) -> None:
+    folder, _ = save(tmp_path)
+    proposer = start(StandInTarget(), folder)
+    hidden = torch.randn(1, SIZE)
+    dear = StepContext(step(hidden, [3]).requests, hidden, min_probability=0.9)
+    cheap = StepContext(step(hidden, [3]).requests, hidden, min_probability=0.001)
+    (draft,) = proposer.propose(cheap)
+    assert len(draft) == 3
+    assert draft.path_probs is not None
+    assert (np.diff(draft.path_probs) <= 0).all()
+    assert len(proposer.propose(dear)[0]) == 0
+    assert len(start(StandInTarget(), folder, pays=False).propose(dear)[0]) == 3
+    # Heads that are right more often than they say are trusted more.
+    chosen = float(draft.path_probs[0]) * 1.5
+    some = StepContext(step(hidden, [3]).requests, hidden, min_probability=chosen)
+    assert len(proposer.propose(some)[0]) == 0
+    for _ in range(200):
+        proposer.propose(cheap)
+        proposer.observe([StepOutcome("r0", 3, 3)])
+    assert len(proposer.propose(some)[0]) >= 1
+    proposer.propose(cheap)
+    proposer.finish(["r0"])
+    assert proposer._worth._pending == {}
+
+
+def test_tree_path_probabilities(tmp_path: Path) -> None:
+    proposer = start(StandInTarget(), save(tmp_path)[0], tree=True, candidates=3)
+    (draft,) = proposer.propose(step(torch.randn(1, SIZE), [8]))
+    assert draft.path_probs is not None
+    for node, parent in enumerate(draft.parents if draft.parents is not None else range(-1, 7)):
+        above = 1.0 if parent < 0 else float(draft.path_probs[parent])
+        assert 0 < float(draft.path_probs[node]) <= above
 
 
 def test_batch_neighbours_do_not_change_a_draft(tmp_path: Path) -> None:

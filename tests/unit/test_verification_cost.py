@@ -7,7 +7,7 @@ import pytest
 
 from vllm_spec_ext.engine.verification_cost import VerificationCost
 from vllm_spec_ext.proposers.acceptance_rates import AcceptanceRates
-from vllm_spec_ext.proposers.adaptive_ngram.worth import Worth
+from vllm_spec_ext.proposers.worth import Worth
 
 
 def measured(base: float, slope: float, requests: int = 1, noise: float = 0.0) -> VerificationCost:

@@ -7,7 +7,7 @@ _LOWEST, _HIGHEST = 0.01, 0.95
 
 
 class Worth:
-    """Learns by how much the n-gram estimates of acceptance are off, over all requests."""
+    """Learns by how much a proposer's estimates of acceptance are off, over all requests."""
 
     def __init__(self) -> None:
         """Trust the estimates until they prove wrong."""
