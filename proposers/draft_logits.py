@@ -6,6 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+# Of a torch module, and of vLLM's embedding and linear layers (its modules are not imported here).
+_PLAIN = ("NoneType", "UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
+
 
 class DraftLogits:
     """Projects draft states; columns are places in the draft vocabulary."""
@@ -47,6 +50,9 @@ def _plain_projection(target: Any, vocab_size: int) -> Tensor | None:
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         return None
     if len(weight) < vocab_size or getattr(head, "bias", None) is not None:
+        return None
+    quantisation = type(getattr(head, "quant_method", None)).__name__
+    if quantisation not in _PLAIN or getattr(head, "tp_size", 1) != 1:
         return None
     if getattr(processor, "scale", None) != 1.0 or getattr(processor, "soft_cap", 1.0) is not None:
         return None

@@ -151,6 +151,8 @@ class InputCopy(BaseProposer):
         copy = self._copies.get(request.request_id)
         if copy is None:
             copy = self._copies[request.request_id] = self._start_copy(request)
+            # A request that was preempted comes back with its output; that is known already.
+            copy.remember &= request.num_output_tokens == len(request.new_tokens)
         output = request.token_ids[request.num_prompt_tokens :]
         new = output[len(copy.output) :]
         copy.output += new.tolist()
@@ -162,9 +164,11 @@ class InputCopy(BaseProposer):
         num_agreeing = copy.num_agreeing if own is None else own.length
         earlier = self._earlier_match(copy, num_agreeing)
         if earlier is not None:
-            copy.kind = _EARLIER + min(earlier.length, 4) - 1
-            room = self._limit(copy.kind, earlier.length, request.room, min_probability)
-            return chain(self._answers.following(earlier, room))
+            kind = _EARLIER + min(earlier.length, 4) - 1
+            room = self._limit(kind, earlier.length, request.room, min_probability)
+            if room:
+                copy.kind = kind
+                return chain(self._answers.following(earlier, room))
         if own is not None:
             copy.kind = _OWN + min(own.length, 3) - 1
             room = self._limit(copy.kind, own.length, request.room, min_probability)

@@ -72,6 +72,8 @@ HOOKS: tuple[Hook, ...] = (
             "pipeline_parallel_size",
             "decode_context_parallel_size",
             "prefill_context_parallel_size",
+            "data_parallel_index",
+            "use_ubatching",
         ),
     ),
     Hook(
@@ -83,8 +85,10 @@ HOOKS: tuple[Hook, ...] = (
             "is_encoder_decoder",
             "is_hybrid",
             "is_attention_free",
+            "is_mm_prefix_lm",
             "max_model_len",
             "logprobs_mode",
+            "rswa_window",
         ),
     ),
     Hook(
@@ -327,6 +331,38 @@ HOOKS: tuple[Hook, ...] = (
         "scratch blocks are added at the end of every layer's cache",
         kind="class",
         names=("size", "layers", "layer_stride", "block_stride", "offset"),
+    ),
+    Hook(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.build",
+        "no schedule ahead of time for virtual requests",
+        names=("common_attn_metadata", "fast_build"),
+    ),
+    Hook(
+        "vllm.config.compilation",
+        "CompilationConfig",
+        "whether the KV write is inside CUDA graphs",
+        kind="class",
+        names=("cudagraph_mode", "pass_config", "splitting_ops_contain_kv_cache_update"),
+    ),
+    Hook(
+        "vllm.config.compilation",
+        "CUDAGraphMode.has_piecewise_cudagraphs",
+        "whether there are CUDA graphs at all",
+    ),
+    Hook(
+        "vllm.config.cache",
+        "CacheConfig",
+        "a prefill that skips layers knows no virtual requests",
+        kind="class",
+        names=("kv_sharing_fast_prefill",),
+    ),
+    Hook(
+        "vllm.v1.worker.utils",
+        "AttentionGroup",
+        "blocks that the kernel splits know no virtual requests",
+        kind="class",
+        names=("backend", "layer_names", "kernel_block_size"),
     ),
     Hook(
         "vllm.v1.worker.utils",

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,7 @@ def test_vllm_spec(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_prompts.jsonl").write_text('{"sentence": "He go home."}\n')
     (tmp_path / "jfleg.jsonl").write_text('{"text": "He go home."}\n')
+    shutil.copy(ROOT / "examples/prompts/repeat.jsonl", tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Correct this sentence: He go home."}\n')
     (tmp_path / "chats.jsonl").write_text('{"text": "He goes home. He goes home again."}\n' * 3)
     (tmp_path / "notes.txt").write_text("He goes home, and she goes home.\n" * 3)

@@ -166,6 +166,7 @@ def stand_in(**changes: Any) -> Any:
         "num_groups": 1,
         "kernel_block_size": None,
         "uses_mrope": False,
+        "mm_prefix": False,
         "rswa_window": None,
         "fast_prefill": False,
         "use_ubatching": False,
@@ -181,7 +182,9 @@ def stand_in(**changes: Any) -> Any:
     return SimpleNamespace(
         attn_groups=[[group] * parts["num_groups"]],
         uses_mrope=parts["uses_mrope"],
-        model_config=SimpleNamespace(rswa_window=parts["rswa_window"]),
+        model_config=SimpleNamespace(
+            rswa_window=parts["rswa_window"], is_mm_prefix_lm=parts["mm_prefix"]
+        ),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=parts["fast_prefill"]),
         parallel_config=SimpleNamespace(use_ubatching=parts["use_ubatching"]),
         compilation_config=SimpleNamespace(
@@ -205,6 +208,7 @@ def test_what_branches_need_is_there(runner: Any) -> None:
         ({"num_groups": 2}, "2 attention groups"),
         ({"kernel_block_size": 16}, "splits KV blocks"),
         ({"uses_mrope": True}, "rotary"),
+        ({"mm_prefix": True}, "both directions"),
         ({"rswa_window": 128}, "different windows"),
         ({"fast_prefill": True}, "kv_sharing_fast_prefill"),
         ({"use_ubatching": True}, "micro-batches"),

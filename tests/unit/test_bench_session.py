@@ -2,11 +2,23 @@
 """What the benchmark refuses to measure."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from vllm_spec_ext.bench import session
+from vllm_spec_ext.bench.engine_client import EngineFailed
+from vllm_spec_ext.bench.methods import Method
+from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.records import (
+    DraftCounters,
+    EngineRun,
+    QuestionRecord,
+    TurnRecord,
+)
+from vllm_spec_ext.bench.session import BenchResult
+from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.errors import SpecExtError
 
 
@@ -17,3 +29,69 @@ def test_a_full_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     left -= 1
     with pytest.raises(SpecExtError, match="511 MiB of memory are left with 7 engines"):
         session._require_memory(7)
+
+
+class FakeClient:
+    """Answers every question in one step, and fails where it is told to."""
+
+    def __init__(self, name: str, calls: list[tuple[str, list[int], bool]], fails_at: int) -> None:
+        self.name, self.calls, self.fails_at = name, calls, fails_at
+        self.log = "log"
+
+    def run(self, indices: range, concurrency: int, on_answer: Any, *, fresh: bool) -> EngineRun:
+        self.calls.append((self.name, list(indices), fresh))
+        if self.fails_at in indices:
+            raise EngineFailed("gone")
+        turn = TurnRecord(1, (1,), (1,), 0.1, 0.5)
+        records = tuple(QuestionRecord(index, "all", (turn,)) for index in indices)
+        return EngineRun(records, 0.5 * len(records), DraftCounters(1, 2, 1), (7.0,), 10)
+
+    def pause(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _play(num_questions: int, batch_size: int, fails_at: int = -1) -> tuple[BenchResult, Any]:
+    question = Question(1, "all", ({"role": "user", "content": "x"},))
+    methods = [Method("plain", None), Method("b", {"method": "ngram"})]
+    settings = BenchSettings(model="m", methods=["plain"])
+    result = BenchResult(settings, methods, [question] * num_questions)
+    calls: list[tuple[str, list[int], bool]] = []
+    clients: Any = {
+        "plain": FakeClient("plain", calls, -1),
+        "b": FakeClient("b", calls, fails_at),
+    }
+    session._run_in_turns(result, clients, batch_size, 1, session.Events())
+    return result, calls
+
+
+def test_engines_take_turns_and_start_a_pass_afresh() -> None:
+    result, calls = _play(10, 1)
+    one, two, three = [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]
+    assert calls == [
+        ("b", one, True),
+        ("plain", one, True),
+        ("plain", two, False),
+        ("b", two, False),
+        ("b", three, False),
+        ("plain", three, False),
+    ]
+    assert [(run.method, run.repeat) for run in result.runs] == [("b", 1), ("plain", 1)]
+    for run in result.runs:
+        assert [record.index for record in run.result.questions] == list(range(10))
+        assert run.result.wall_s == 5.0
+        assert run.result.counters.num_drafts == 3
+        assert run.result.propose_us == (7.0,) * 3
+
+
+def test_a_batch_is_one_turn() -> None:
+    assert [call[1] for call in _play(10, 8)[1]] == [list(range(10))] * 2
+
+
+def test_a_method_that_fails_in_mid_pass_leaves_no_run() -> None:
+    result, calls = _play(10, 1, fails_at=5)
+    assert [run.method for run in result.runs] == ["plain"]
+    assert "gone" in result.failures["b"]
+    assert [call[1] for call in calls if call[0] == "b"] == [[0, 1, 2, 3], [4, 5, 6, 7]]

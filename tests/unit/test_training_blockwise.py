@@ -18,6 +18,7 @@ from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise_heads import load_heads
 from vllm_spec_ext.training import blockwise, distill
 from vllm_spec_ext.training.atomic import DiskFullError
+from vllm_spec_ext.training.batches import split_data
 from vllm_spec_ext.training.blockwise import main, train_blockwise
 from vllm_spec_ext.training.draft_vocab import frequent_tokens
 from vllm_spec_ext.training.heads_task import HeadsTask
@@ -145,8 +146,10 @@ def test_heads_learn_a_draft_vocabulary(target: Path, data: Path, tmp_path: Path
     assert figures is not None
     _, heads = load_heads(out)
     tokens = read_data(data)
+    split = split_data(tokens, config.max_length, config.eval_sequences, config.seed)
     assert heads.draft_vocab is not None
-    assert torch.equal(heads.draft_vocab, frequent_tokens(tokens, 16, VOCAB))
+    expected = frequent_tokens(tokens, split.train.tolist(), 16, VOCAB)
+    assert torch.equal(heads.draft_vocab, expected)
     again = train_blockwise(settings(target, data, out, draft_vocab=16, stage="eval"), quiet)
     assert again is not None
     assert again.acceptance_length == pytest.approx(figures.acceptance_length, abs=0.1)  # bf16

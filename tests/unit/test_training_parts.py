@@ -142,9 +142,9 @@ def test_frequent_tokens_of_the_continuations() -> None:
     ids = np.array([9, 9, 9, 4, 4, 5, 6, 4, 7, 8, 8, 5], np.int32)
     data = TokenData(Path(), {}, ids, np.array([0, 8, 12]), np.array([3, 1], np.int32))
     # Without the prompts: 4 x3, 5 x2, 8 x2, 6 x1.
-    assert frequent_tokens(data, 3, 20).tolist() == [4, 5, 8]
-    assert frequent_tokens(data, 4, 20).tolist() == [4, 5, 6, 8]
-    assert len(frequent_tokens(data, 99, 20)) == 20
+    assert frequent_tokens(data, range(2), 3, 20).tolist() == [4, 5, 8]
+    assert frequent_tokens(data, range(2), 4, 20).tolist() == [4, 5, 6, 8]
+    assert len(frequent_tokens(data, range(2), 99, 20)) == 20
 
 
 def test_draft_projection_is_the_targets_own_where_it_counts() -> None:

@@ -95,6 +95,8 @@ class EngineClient:
         concurrency: int,
         on_answer: Callable[[int], None] = lambda index: None,
         on_step: Callable[[list[str]], None] | None = None,
+        *,
+        fresh: bool = True,
     ) -> EngineRun:
         """One timed pass over some of the questions.
 
@@ -103,11 +105,10 @@ class EngineClient:
             concurrency: Requests in flight.
             on_answer: Called with the index of each complete answer.
             on_step: Called with the text of each token of a step, as it comes; concurrency 1 only.
+            fresh: Forget earlier passes first; else this goes on with one that was begun.
         """
-        stream = on_step is not None
-        return self._ask(
-            "run", list(indices), concurrency, stream, on_progress=on_answer, on_step=on_step
-        )
+        arguments = (list(indices), concurrency, on_step is not None, fresh)
+        return self._ask("run", *arguments, on_progress=on_answer, on_step=on_step)
 
     def score(self, answers: Sequence[tuple[int, Sequence[int]]]) -> list[float]:
         """Sum of the token log-probabilities of each answer (question index, tokens)."""

@@ -51,13 +51,20 @@ class EngineServer:
         self._answer(range(min(warm_up, len(questions))), concurrency, report=False)
         return replace(engine.facts, prompt_lengths=lengths)
 
-    def run(self, indices: Sequence[int], concurrency: int, stream: bool) -> EngineRun:
-        """One timed pass over some of the questions, from a clean state.
+    def run(
+        self, indices: Sequence[int], concurrency: int, stream: bool, fresh: bool = True
+    ) -> EngineRun:
+        """One timed pass over some of the questions.
 
-        With ``stream``, the text of each step is sent as it comes (for one request at a time).
+        Args:
+            indices: Which questions.
+            concurrency: Requests in flight.
+            stream: Send the text of each step as it comes (for one request at a time).
+            fresh: From a clean state; else this goes on with a pass that was begun.
         """
         engine = self._started()
-        engine.forget()
+        if fresh:
+            engine.forget()
         before = engine.counters()
         records, wall_s = self._answer(indices, concurrency, report=True, stream=stream)
         return EngineRun(

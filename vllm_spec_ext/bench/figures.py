@@ -3,6 +3,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from vllm_spec_ext.bench.planner import Plan, StepTimes
@@ -104,16 +105,21 @@ def label(summary: Summary, result: BenchResult) -> str:
     return f"{summary.method}, batch {summary.batch_size}"
 
 
-def _subplots(columns: int, height: float) -> tuple[Any, Sequence[Any]]:
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
+def require_matplotlib() -> None:
+    """Raise SpecExtError with the command that installs it, where it is missing."""
+    if find_spec("matplotlib") is None:
         raise SpecExtError(
             "figures need matplotlib; install it with `pip install 'vllm-spec-ext[report]'`"
-        ) from error
+        )
+
+
+def _subplots(columns: int, height: float) -> tuple[Any, Sequence[Any]]:
+    require_matplotlib()
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "vllm-spec-ext"})
     figure, axes = pyplot.subplots(1, columns, figsize=(9, height), squeeze=False)
     return figure, axes[0]

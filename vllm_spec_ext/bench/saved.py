@@ -62,10 +62,10 @@ def load(path: Path) -> SavedBench:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise SpecExtError(f"cannot read {str(path)!r}: {error}") from error
-    found = data.get("format") if isinstance(data, dict) else None
-    if found != FORMAT:
+    version = data.get("format") if isinstance(data, dict) else None
+    if version != FORMAT:
         raise SpecExtError(
-            f"{path}: found format {found!r}, expected {FORMAT}: a file that "
+            f"{path}: found format {version!r}, expected {FORMAT}: a file that "
             "`vllm-spec bench --json` of this version wrote; run the benchmark again"
         )
     try:
@@ -78,9 +78,11 @@ def load(path: Path) -> SavedBench:
             failures=data["failures"],
             drifts=TypeAdapter(list[Drift]).validate_python(data["drifts"]),
         )
-    except (KeyError, AttributeError, ValidationError) as error:
+        found = SavedBench(path.stem, result, data["provenance"])
+        conditions(found)  # needs parts of the provenance
+    except (KeyError, TypeError, AttributeError, ValidationError) as error:
         raise SpecExtError(f"{path} is damaged: {error}; run the benchmark again") from error
-    return SavedBench(path.stem, result, data["provenance"])
+    return found
 
 
 def conditions(saved: SavedBench) -> dict[str, Any]:
@@ -93,6 +95,8 @@ def conditions(saved: SavedBench) -> dict[str, Any]:
         "prompts": provenance["prompts_sha256"][:12],
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
+        "seed": settings.seed,
+        "max_model_len": settings.max_model_len,
         "raw": settings.raw,
         "dtype": facts.dtype if facts else settings.dtype,
         "device": facts.device if facts else None,

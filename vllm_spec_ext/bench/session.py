@@ -10,13 +10,14 @@ from vllm_spec_ext.bench.drift import Drift, drift_of, first_answers
 from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
-from vllm_spec_ext.bench.records import EngineFacts, Run
+from vllm_spec_ext.bench.records import EngineFacts, EngineRun, Run, join_runs
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.bench.statistics import Summary, summarise
 from vllm_spec_ext.bench.vllm_engine import Sampling
 from vllm_spec_ext.errors import SpecExtError
 
 MIN_FREE_BYTES = 512 << 20
+TURN = 4  # questions
 
 
 class Events:
@@ -138,23 +139,52 @@ def engines_running(
 
 def run_benchmark(result: BenchResult, log_dir: Path, events: Events) -> None:
     """Fill ``result`` with runs; raises as :func:`engines_running`."""
-    indices = range(len(result.questions))
     with engines_running(result, log_dir, events) as clients:
         for batch_size in result.settings.batch_size:
             for repeat in range(result.settings.repeats):
-                for name in rotated(list(clients), repeat):
-                    events.pass_starting(name, batch_size, repeat)
-                    try:
-                        measured = clients[name].run(
-                            indices, batch_size, lambda _: events.answered()
-                        )
-                    except EngineFailed as error:
-                        _drop(result, clients, name, error, events)
-                        continue
-                    clients[name].pause()
-                    result.runs.append(Run(name, batch_size, repeat, measured))
+                _run_in_turns(result, clients, batch_size, repeat, events)
         if result.settings.temperature == 0:
             result.drifts = list(_drifts(result, clients[result.plain]))
+
+
+def turns(num_questions: int, batch_size: int) -> list[range]:
+    """Questions that one engine answers before the next one takes its turn.
+
+    A machine's speed drifts over the minutes of a whole pass. At larger batches a pass is one turn,
+    as the batch runs empty at the end of each.
+    """
+    size = TURN if batch_size == 1 else max(1, num_questions)
+    return [range(i, min(i + size, num_questions)) for i in range(0, num_questions, size)]
+
+
+def _run_in_turns(
+    result: BenchResult,
+    clients: dict[str, EngineClient],
+    batch_size: int,
+    repeat: int,
+    events: Events,
+) -> None:
+    """One repeat: every method over all questions; failed ones are dropped."""
+    names = rotated(list(clients), repeat)
+    parts: dict[str, list[EngineRun]] = {name: [] for name in names}
+    for number, turn in enumerate(turns(len(result.questions), batch_size)):
+        for name in rotated(names, number):
+            if name not in clients:
+                continue
+            if not number:
+                events.pass_starting(name, batch_size, repeat)
+            try:
+                measured = clients[name].run(
+                    turn, batch_size, lambda _: events.answered(), fresh=not number
+                )
+            except EngineFailed as error:
+                _drop(result, clients, name, error, events)
+                continue
+            clients[name].pause()
+            parts[name].append(measured)
+    for name in names:
+        if name in clients:
+            result.runs.append(Run(name, batch_size, repeat, join_runs(parts[name])))
 
 
 def _drifts(result: BenchResult, plain: EngineClient) -> Iterator[Drift]:

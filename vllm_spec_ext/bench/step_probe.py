@@ -108,7 +108,8 @@ def step_times(engine: Any, prompts: Sequence[Any], size: int, shape: Shape, ste
 
     params = SamplingParams(
         temperature=0.0,
-        max_tokens=steps + size + 4,  # room for the whole draft up to the last step that counts
+        # Room for the whole draft up to the last step that counts; prefills may share one step.
+        max_tokens=steps + size + len(prompts) + 4,
         ignore_eos=True,
         extra_args={"spec_ext": {"shape": shape, "size": size}},
     )
@@ -120,8 +121,10 @@ def step_times(engine: Any, prompts: Sequence[Any], size: int, shape: Shape, ste
     times = []
     for _ in range(steps):
         start = time.perf_counter()
-        engine.step()
+        outputs = engine.step()
         times.append(time.perf_counter() - start)
+        if len(outputs) != len(prompts):
+            raise RuntimeError(f"{len(outputs)} of {len(prompts)} requests were in a timed step")
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
@@ -159,10 +162,11 @@ def measure(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     registry.BUILTIN[METHOD] = "vllm_spec_ext.bench.step_probe:Probe"
     from vllm import LLM
+    from vllm.platforms import current_platform
 
     most, largest = max(batch_sizes), max(1, *sizes)
     arguments: dict[str, Any] = {
-        "enforce_eager": True,
+        "enforce_eager": current_platform.is_cpu(),  # as servers run
         "max_model_len": 2048,
         "enable_prefix_caching": False,
         **(engine_args or {}),

@@ -117,7 +117,7 @@ def bench(
         if model is None and "model" not in from_file:
             given["model"] = demo_model()
     settings = merge(from_file, given)
-    _check_writable([path for path in (json_file, markdown_file) if path is not None])
+    check_writable([path for path in (json_file, markdown_file) if path is not None])
     facts = provenance.collect(sys.argv)
     try:
         result = run(settings, console, log_dir)
@@ -252,7 +252,7 @@ def _names(methods: str | None, extra: Iterable[str] | None) -> list[str]:
     return [*names, *(extra or ())]
 
 
-def _check_writable(paths: Iterable[Path]) -> None:
+def check_writable(paths: Iterable[Path]) -> None:
     """Refuse now what would fail after minutes of measuring."""
     for path in paths:
         if path.is_dir() or not path.parent.is_dir():

@@ -112,7 +112,10 @@ def answer(engine: EngineClient, index: int, out: Console, *, plain: bool) -> En
     """One answer, printed while it is made."""
     out.print(Text(f"\n{engine.name}:", style="bold"))
     measured = engine.run(
-        [index], 1, on_step=lambda pieces: out.print(coloured(pieces, plain=plain), end="")
+        [index],
+        1,
+        on_step=lambda pieces: out.print(coloured(pieces, plain=plain), end=""),
+        fresh=not index,  # what one answer teaches serves the next, as in a server
     )
     engine.pause()
     record = measured.questions[0]

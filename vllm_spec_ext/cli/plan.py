@@ -15,14 +15,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_spec_ext.bench import prompts
+from vllm_spec_ext.bench import figures, prompts
 from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed
 from vllm_spec_ext.bench.methods import Method, parse_method
 from vllm_spec_ext.bench.planner import Plan, StepTimes, best, plans, ranges, read_steps
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.settings import parse_batch_sizes, parse_engine_args
 from vllm_spec_ext.bench.vllm_engine import Sampling
-from vllm_spec_ext.cli.bench import EXIT_FAILED, demo_model, report_console
+from vllm_spec_ext.cli.bench import EXIT_FAILED, check_writable, demo_model, report_console
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 
@@ -92,6 +92,9 @@ def plan(
                 f"{wanted.name}: only this plugin's methods record their drafts; expected one of "
                 + ", ".join(registry.names())
             )
+    if plot is not None:
+        figures.require_matplotlib()  # before minutes of measuring
+    check_writable([path for path in (json_file, plot) if path is not None])
     sizes = parse_batch_sizes(batch_size)
     if min(sizes) < 1:
         raise SpecExtError(f"batch size {min(sizes)} is not positive")
@@ -100,7 +103,8 @@ def plan(
     folder, out, errors = model or demo_model(), report_console(), Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="vllm-spec-plan-") as logs:
         try:
-            times = measure_times(folder, sizes, context, arguments, Path(logs), errors)
+            nodes = sorted({*_SIZES, *map(largest_draft, methods)})
+            times = measure_times(folder, nodes, sizes, context, arguments, Path(logs), errors)
             found = [
                 plan_method(wanted, folder, questions, max_tokens, times, arguments, Path(logs))
                 for wanted in methods
@@ -110,17 +114,16 @@ def plan(
             raise typer.Exit(EXIT_FAILED) from error
     for one in found:
         show(one, out)
-    if plot is not None:
-        from vllm_spec_ext.bench.figures import plan_figure
-
-        curves = {one.method.name: one.plans for one in found}
-        plot.write_text(plan_figure(curves, times), encoding="utf-8")
     if json_file is not None:
         json_file.write_text(json.dumps(to_json(found, times), indent=1), encoding="utf-8")
+    if plot is not None:
+        curves = {one.method.name: one.plans for one in found}
+        plot.write_text(figures.plan_figure(curves, times), encoding="utf-8")
 
 
 def measure_times(
     model: str,
+    nodes: Sequence[int],
     batch_sizes: Sequence[int],
     context: int,
     engine_args: Mapping[str, Any],
@@ -137,7 +140,7 @@ def measure_times(
     done = subprocess.run(
         [
             *(sys.executable, "-m", "vllm_spec_ext.bench.step_probe", "--model", model),
-            *("--shapes", "chain", "--sizes", *map(str, _SIZES)),
+            *("--shapes", "chain", "--sizes", *map(str, nodes)),
             *("--batch-sizes", *map(str, batch_sizes), "--context", str(context)),
             *("--engine-args", json.dumps(engine_args), "--json", str(path)),
         ],
@@ -166,7 +169,7 @@ def plan_method(
     folder: Path,
 ) -> MethodPlan:
     """Record a method's drafts and price them; raises EngineFailed."""
-    defaults = {"enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 1}
+    defaults = {"max_model_len": 2048, "max_num_seqs": 1}
     with EngineClient(method.name, folder / f"{method.name}.log") as client:
         sampling = Sampling(max_tokens, 0.0, 0, False)
         client.start(model, method, {**defaults, **engine_args}, sampling)
@@ -179,9 +182,15 @@ def plan_method(
         raise SpecExtError("the answers are one token long; raise --max-tokens")
     microseconds = [us for trace in traces for us in trace["propose_us"]]
     drafter_us = statistics.median(microseconds) if microseconds else 0.0
-    default = registry.info(str((method.config or {})["method"])).num_speculative_tokens
-    largest = int((method.config or {}).get("num_speculative_tokens") or default or 1)
+    largest = largest_draft(method)
     return MethodPlan(method, drafter_us, plans(steps, times, drafter_us / 1e6, largest))
+
+
+def largest_draft(method: Method) -> int:
+    """``num_speculative_tokens`` as given, or the method's default."""
+    config = method.config or {}
+    default = registry.info(str(config["method"])).num_speculative_tokens
+    return int(config.get("num_speculative_tokens") or default or 1)
 
 
 def show(found: MethodPlan, console: Console) -> None:
@@ -208,8 +217,9 @@ def show(found: MethodPlan, console: Console) -> None:
         console.print(
             f"{span}: " + (f"{cap} draft tokens" if cap else "do not speculate"), highlight=False
         )
-    line = json.dumps(found.recommended)
-    console.print(f"--speculative-config '{line}'", markup=False, highlight=False)
+    if any(one.speed_up[size] > 1.0 for one in found.plans for size in sizes):
+        line = json.dumps(found.recommended)
+        console.print(f"--speculative-config '{line}'", markup=False, highlight=False)
 
 
 def to_json(found: Sequence[MethodPlan], times: StepTimes) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-spec top``: what speculation does in a running server, live."""
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -81,6 +82,15 @@ def engine_rows(now: Snapshot, before: Snapshot | None) -> Iterable[list[str]]:
         ]
 
 
+def restarted(now: Snapshot, before: Snapshot) -> bool:
+    """Whether the server began anew in between: a counter fell."""
+    return any(
+        value < before.counters.get(engine, {}).get("steps", 0.0)
+        for engine, counters in now.counters.items()
+        for value in [counters.get("steps", 0.0)]
+    )
+
+
 def table(now: Snapshot, before: Snapshot | None) -> Table:
     """The view."""
     seconds = now.when - before.when if before else 0.0
@@ -153,11 +163,14 @@ def top(
     if once:
         console.print(table(now, None))
         return
-    with Live(table(now, None), console=console, auto_refresh=False) as live:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(table(now, None), console=console, auto_refresh=False) as live,
+    ):
         while True:
             time.sleep(interval)
             before, now = now, fetch(url)
-            live.update(table(now, before), refresh=True)
+            live.update(table(now, None if restarted(now, before) else before), refresh=True)
 
 
 def _ratio(part: float, whole: float, *, percent: bool = False) -> str:

@@ -54,7 +54,7 @@ class Drafter:
         parallel = vllm_config.parallel_config
         # All ranks of a group draft alike; one of them counts.
         folder = settings.counter_folder if parallel.rank == 0 else None
-        self._counters = CounterWriter(folder, parallel.data_parallel_rank)
+        self._counters = CounterWriter(folder, parallel.data_parallel_index)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Called by vLLM once the target's weights are loaded."""
@@ -108,7 +108,11 @@ class Drafter:
         self._counters.add(
             steps=len(decoded),  # not the prefill's step, which gives one token anyway
             emitted_tokens=sum(len(request.new_tokens) for request in decoded),
-            empty_drafts=sum(not len(draft) for draft in drafts),
+            empty_drafts=sum(
+                not len(draft)
+                for request, draft in zip(step.requests, drafts, strict=True)
+                if request.num_output_tokens > len(request.new_tokens)
+            ),
             drafted_nodes=sum(map(len, drafts)),
             verified_nodes=sum(outcome.num_drafted for outcome in outcomes),
             accepted_nodes=sum(outcome.num_accepted for outcome in outcomes),

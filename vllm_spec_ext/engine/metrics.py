@@ -68,13 +68,14 @@ def _collector() -> _Collector:
     return collector
 
 
-def publish(method: str, rule: str, folder: str) -> None:
+def publish(method: str, rule: str, folder: str | None) -> None:
     """Say which acceptance rule this process's engine runs, and show what its workers count.
 
     Args:
         method: Name of the proposer.
         rule: ``"exact"``, or the relaxed rule with its parameters.
-        folder: Where the workers count.
+        folder: Where the workers count; None = nowhere.
     """
     _lossless_gauge().labels(method=method, rule=rule).set(rule == "exact")
-    _collector().watch(method, rule, folder)
+    if folder is not None:
+        _collector().watch(method, rule, folder)

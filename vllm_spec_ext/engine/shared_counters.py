@@ -8,6 +8,7 @@ and count nothing.
 """
 
 import atexit
+import logging
 import shutil
 import tempfile
 from bisect import bisect_left
@@ -15,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+
+logger = logging.getLogger("vllm.spec_ext")
 
 COUNTERS = {
     "steps": "Requests' decoding steps, with and without a draft.",
@@ -32,9 +35,13 @@ _SUM = _FIRST_BUCKET + len(BUCKETS_US) + 1  # one more bucket for all that is sl
 _SIZE = _SUM + 1
 
 
-def make_folder() -> str:
-    """A folder for the counters of one engine, removed when this process ends."""
-    folder = tempfile.mkdtemp(prefix="vllm-spec-ext-")
+def make_folder() -> str | None:
+    """A folder for the counters of one engine, removed when this process ends; None without."""
+    try:
+        folder = tempfile.mkdtemp(prefix="vllm-spec-ext-")
+    except OSError as error:
+        logger.warning("vllm-spec-ext: no %s metrics: %s", "spec_ext:*", error)
+        return None
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
@@ -45,9 +52,14 @@ class CounterWriter:
     def __init__(self, folder: str | None, rank: int) -> None:
         """Start at zero; a folder that is not there makes it count for itself alone."""
         self._values = np.zeros(_SIZE)
-        if folder is not None and Path(folder).is_dir():
-            path = Path(folder) / f"{rank}.counters"
-            self._values = np.memmap(path, np.float64, "w+", shape=(_SIZE,))
+        if folder is None or not Path(folder).is_dir():
+            return
+        path = Path(folder) / f"{rank}.counters"
+        try:
+            path.write_bytes(self._values.tobytes())  # really there: no surprise on a full disk
+            self._values = np.memmap(path, np.float64, "r+", shape=(_SIZE,))
+        except OSError as error:
+            logger.warning("vllm-spec-ext: no %s metrics: %s", "spec_ext:*", error)
 
     def add(self, **counts: float) -> None:
         """Add to counters by name."""

@@ -189,5 +189,5 @@ def build_spec_config(
     target_parallel_config.worker_cls = worker_class()
     install_request_validation()
     rule = "exact" if settings.lossless else str(settings.rule)
-    publish(settings.method, rule, str(settings.counter_folder))
+    publish(settings.method, rule, settings.counter_folder)
     return result

@@ -58,6 +58,8 @@ def unsupported_reason(runner: Any) -> str | None:
         return "the attention kernel splits KV blocks; choose its own size with --block-size"
     if runner.uses_mrope:
         return "the model uses multi-dimensional rotary positions"
+    if runner.model_config.is_mm_prefix_lm:
+        return "the model attends to images in both directions"
     if runner.model_config.rswa_window is not None:
         return "the model attends to prompt and output through different windows"
     if runner.cache_config.kv_sharing_fast_prefill:

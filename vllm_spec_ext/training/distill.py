@@ -144,14 +144,22 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
     try:
         from vllm import LLM, SamplingParams
         from vllm.inputs import TokensPrompt
+        from vllm.platforms import current_platform
     except ImportError as error:
         raise SpecExtError(
             f"generating data with vLLM failed at its import ({error}); install vllm, or use "
             "--generator transformers"
         ) from error
     length = config.max_prompt_tokens + config.max_new_tokens
+    on_cpu = current_platform.is_cpu()
+    given = {"bf16": "bfloat16", "fp32": "float32", "auto": "float32" if on_cpu else "auto"}
     try:
-        engine = LLM(config.model, max_model_len=length)
+        engine = LLM(
+            config.model,
+            max_model_len=length,
+            dtype=given[config.dtype],
+            enforce_eager=on_cpu,  # compiling takes minutes there and gains little
+        )
     except ValueError as error:  # e.g. a context shorter than that, with vLLM's own explanation
         raise SpecExtError(
             f"vLLM cannot serve {config.model} with a context of {length} tokens "

@@ -5,6 +5,8 @@ After FR-Spec (Zhao et al. 2025): the most frequent tokens make up nearly all of
 projection onto them alone costs a fraction.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,13 +16,15 @@ from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target
 
 
-def frequent_tokens(data: TokenData, size: int, vocab_size: int) -> Tensor:
-    """[min(size, vocab_size)] int32 most frequent continuation tokens, ascending.
+def frequent_tokens(
+    data: TokenData, sequences: Iterable[int], size: int, vocab_size: int
+) -> Tensor:
+    """[min(size, vocab_size)] int32 most frequent tokens of these continuations, ascending.
 
     Prompts do not count: they are never drafted. Among equals the lower id is taken.
     """
     counts = np.zeros(vocab_size, np.int64)
-    for i in range(len(data)):
+    for i in sequences:
         tokens = data.sequence(i)[int(data.prompt_lengths[i]) :]
         np.add.at(counts, tokens, 1)
     chosen = np.argsort(-counts, kind="stable")[:size]

@@ -45,9 +45,8 @@ class HeadsTask:
         self.heads = BlockwiseHeads(self.heads_config).to(target.device).train()
         if self.heads_config.draft_vocab_size is not None:
             size = self.heads_config.draft_vocab_size
-            self.heads.draft_vocab = frequent_tokens(data, size, target.vocab_size).to(
-                target.device
-            )
+            listed = frequent_tokens(data, self.split.train.tolist(), size, target.vocab_size)
+            self.heads.draft_vocab = listed.to(target.device)
         self.projection = DraftProjection(target, self.heads.draft_vocab)
         self.modules: dict[str, nn.Module] = {"heads": self.heads}
         matrices = [p for p in self.heads.parameters() if p.ndim > 1]
