@@ -36,10 +36,9 @@ def render(results: Sequence[SavedBench], *, compare: bool) -> str:
 
 def _section(saved: SavedBench) -> dict[str, Any]:
     result = saved.result
-    tables = [
-        ("Methods", report.overview(result)),
-        ("By category: tokens per step (speed-up)", report.by_category(result)),
-    ]
+    tables = [("Methods", report.overview(result))]
+    if len({question.category for question in result.questions}) > 1:
+        tables.append(("By category: tokens per step (speed-up)", report.by_category(result)))
     if result.drifts:
         tables.append(("What the lossy methods did to the text", report.drift_table(result)))
     drawn = [

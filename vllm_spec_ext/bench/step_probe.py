@@ -177,7 +177,7 @@ def measure(
     engine = LLM(model, **arguments).llm_engine
     vocab_size = engine.model_config.get_vocab_size()
     prompts = np.random.default_rng(0).integers(0, vocab_size, (most, context)).tolist()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for batch in batch_sizes:
         for size in sizes:
             times: dict[str, list[float]] = {shape: [] for shape in shapes}
@@ -186,7 +186,8 @@ def measure(
                     found = step_times(engine, prompts[:batch], size, shape, steps)
                     times[shape] += found if turn else []  # the first one warms up
             medians = {s: round(statistics.median(times[s]) * 1e3, 2) for s in shapes}
-            rows.append({"batch": batch, "nodes": size, **medians})
+            row: dict[str, Any] = {"batch": batch, "nodes": size}
+            rows.append(row | medians)
             shown = "  ".join(f"{shape} {value:.1f}" for shape, value in medians.items())
             report(f"batch {batch}, {size} nodes a request, ms: {shown}")
     return rows
