@@ -30,7 +30,7 @@ demo: setup  ## The same text with and without speculation, on a small model
 	$(BIN)/vllm-spec demo
 
 docs: setup  ## The documentation as a site, in site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench-smoke: setup  ## A very short benchmark run: does everything work, not how fast is it
 	$(BIN)/vllm-spec bench --smoke
