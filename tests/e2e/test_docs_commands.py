@@ -49,12 +49,13 @@ INSTALLS = {
 
 
 def starting_with(*words: str) -> list[Any]:
-    """Commands that start with one of these words, as test parameters."""
+    """Commands that start with one of these texts, as test parameters; there must be some."""
     chosen = {
         text: page
         for page, text in reversed(commands())  # a command on several pages is run once
-        if any(text.split()[: len(word.split())] == word.split() for word in words)
+        if text.startswith(words)
     }
+    assert chosen, words
     return [pytest.param(text, id=f"{page}: {text[:60]}") for text, page in chosen.items()]
 
 

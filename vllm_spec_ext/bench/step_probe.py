@@ -160,6 +160,8 @@ def measure(
         Rows with ``batch``, ``nodes`` and the milliseconds of each shape.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # GiB; by default vLLM asks for nearly all of a CPU machine's memory, and there may be others.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     registry.BUILTIN[METHOD] = "vllm_spec_ext.bench.step_probe:Probe"
     from vllm import LLM
     from vllm.platforms import current_platform
