@@ -156,8 +156,9 @@ class InputCopy(BaseProposer):
         output = request.token_ids[request.num_prompt_tokens :]
         new = output[len(copy.output) :]
         copy.output += new.tolist()
-        copy.output_index.append(self._folded[new])
-        copy.follow(self._folded[new])
+        folded = self._folded[new]
+        copy.output_index.append(folded)
+        copy.follow(folded)
         if request.room <= 0:
             return EMPTY_DRAFT
         own = self._find_again(copy) if copy.cursor == _LOST else None

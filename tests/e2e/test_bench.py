@@ -3,7 +3,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from published_runs import model_folder
 
 from vllm_spec_ext.bench.engine_client import EngineClient
 from vllm_spec_ext.bench.methods import Method
@@ -30,13 +30,8 @@ needs_plugin = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def model() -> str:
-    """The small model: ``VLLM_SPEC_TEST_MODEL``, or the demo's own."""
-    given = os.environ.get("VLLM_SPEC_TEST_MODEL")
-    if given:
-        return given
-    from vllm_spec_ext.cli.demo_model import ensure_demo_model
-
-    return str(ensure_demo_model())
+    """Folder of the small model."""
+    return model_folder()
 
 
 def _vllm_spec(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -3,13 +3,13 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from published_runs import model_folder
 
 pytestmark = [
     pytest.mark.e2e,
@@ -22,9 +22,7 @@ pytestmark = [
 
 
 def test_a_step_of_a_real_request(tmp_path: Path) -> None:
-    from vllm_spec_ext.cli.demo_model import ensure_demo_model
-
-    model = os.environ.get("VLLM_SPEC_TEST_MODEL") or str(ensure_demo_model())
+    model = model_folder()
     svg = tmp_path / "tree.svg"
     command = [sys.executable, "-m", "vllm_spec_ext.cli.main", "explain-step", "--json"]
     command += ["--model", model, "--max-tokens", "24", "--svg", str(svg)]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published_runs import model_folder
 
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.cache_folder import cache_folder
@@ -53,13 +54,8 @@ SENTENCES = [
 
 @pytest.fixture(scope="module")
 def model() -> str:
-    """The small model: ``VLLM_SPEC_TEST_MODEL``, or the demo's own."""
-    given = os.environ.get("VLLM_SPEC_TEST_MODEL")
-    if given:
-        return given
-    from vllm_spec_ext.cli.demo_model import ensure_demo_model
-
-    return str(ensure_demo_model())
+    """Folder of the small model."""
+    return model_folder()
 
 
 @contextmanager

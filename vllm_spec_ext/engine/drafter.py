@@ -104,15 +104,15 @@ class Drafter:
     def _count(
         self, step: StepContext, outcomes: Sequence[StepOutcome], drafts: Sequence[Draft]
     ) -> None:
-        decoded = [r for r in step.requests if r.num_output_tokens > len(r.new_tokens)]
+        decoded = [  # not the prefill's step, which gives one token anyway
+            (request, draft)
+            for request, draft in zip(step.requests, drafts, strict=True)
+            if request.num_output_tokens > len(request.new_tokens)
+        ]
         self._counters.add(
-            steps=len(decoded),  # not the prefill's step, which gives one token anyway
-            emitted_tokens=sum(len(request.new_tokens) for request in decoded),
-            empty_drafts=sum(
-                not len(draft)
-                for request, draft in zip(step.requests, drafts, strict=True)
-                if request.num_output_tokens > len(request.new_tokens)
-            ),
+            steps=len(decoded),
+            emitted_tokens=sum(len(request.new_tokens) for request, _ in decoded),
+            empty_drafts=sum(not len(draft) for _, draft in decoded),
             drafted_nodes=sum(map(len, drafts)),
             verified_nodes=sum(outcome.num_drafted for outcome in outcomes),
             accepted_nodes=sum(outcome.num_accepted for outcome in outcomes),
