@@ -8,7 +8,7 @@ A proposer never sees the engine. The adapter (:mod:`vllm_spec_ext.engine.drafte
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 IntArray = NDArray[np.int32]
+Drawn = Literal["iid", "without_replacement"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,12 @@ class Draft:
 
     tokens: IntArray  # [n] int32 token ids
     parents: IntArray | None = None  # [n] int32 parent node, -1 = last verified token; None = chain
-    probs: "torch.Tensor | None" = None  # [n, vocab] law each node was drawn from; None = one-hot
+    probs: "torch.Tensor | None" = None
+    """[n, vocab] float32 law that each node was *drawn* from, given its path, where the request has
+    a temperature; None if the tokens were chosen. Neither the laws nor the shape of the draft may
+    depend on which tokens were drawn beside a node, or the output follows another law."""
+    drawn: Drawn = "iid"
+    """How siblings were drawn: independently, or one after the other without replacement."""
     path_probs: "NDArray[np.float32] | None" = None  # [n] the proposer's own estimate, for display
 
     def __len__(self) -> int:

@@ -66,6 +66,8 @@ class Blockwise(BaseProposer):
         Raises:
             SpecExtError: Missing or damaged heads, another target, more draft tokens than heads.
         """
+        import torch
+
         from vllm_spec_ext.proposers.blockwise_heads import load_heads
         from vllm_spec_ext.proposers.draft_logits import DraftLogits
 
@@ -90,6 +92,7 @@ class Blockwise(BaseProposer):
             )
         self._target = engine.target
         self._heads = heads if engine.device is None else heads.to(engine.device)
+        self._random = torch.Generator(engine.device or "cpu").manual_seed(0)
         self._logits = DraftLogits(engine.target, self._heads.draft_vocab, engine.vocab_size)
         if self._options.tree:
             one = np.log(np.full((1, 1), 0.5, np.float32))
@@ -105,17 +108,19 @@ class Blockwise(BaseProposer):
             return drafts
         confidence = self._confidence(step.min_probability)
         with torch.inference_mode():
-            drafted = self._candidates(step, rows, confidence > 0.0)
-        if drafted is None:
-            return drafts
-        tokens, log_probs = drafted
+            logits = self._head_logits(step, rows)
+            if logits is None:
+                return drafts
+            tokens, log_probs = self._candidates(logits, confidence > 0.0)
         limit = math.log(confidence) if confidence > 0.0 else -math.inf
         for i, row in enumerate(rows):
-            room = step.requests[row].room
+            request = step.requests[row]
             if self._options.tree:
-                draft = self._tree(log_probs[i], tokens[i], room, limit)
+                draft = self._tree(log_probs[i], tokens[i], request.room, limit)
+            elif self._options.draw and request.temperature > 0.0:
+                draft = self._drawn(logits[i], request.temperature, request.room, confidence)
             else:
-                draft = self._chain(log_probs[i, :, 0], tokens[i, :, 0], room, limit)
+                draft = self._chain(log_probs[i, :, 0], tokens[i, :, 0], request.room, limit)
             drafts[row] = draft
             if draft.path_probs is not None:
                 self._worth.drafted(step.requests[row].request_id, float(draft.path_probs.sum()))
@@ -138,14 +143,8 @@ class Blockwise(BaseProposer):
             least = max(least, self._worth.confidence(min_probability))
         return least
 
-    def _candidates(
-        self, step: StepContext, rows: list[int], need_probs: bool
-    ) -> "tuple[IntArray, np.ndarray[Any, Any]] | None":
-        """Best tokens of the heads and their log-probabilities, [len(rows), depth, m] each.
-
-        A chain without a cut-off needs no probabilities; they are zero then. None on
-        tensor-parallel ranks that vLLM gives no logits.
-        """
+    def _head_logits(self, step: StepContext, rows: list[int]) -> "torch.Tensor | None":
+        """[len(rows), depth, draft vocabulary]; None on ranks that vLLM gives no logits."""
         import torch
 
         heads = cast("BlockwiseHeads", self._heads)
@@ -163,8 +162,17 @@ class Blockwise(BaseProposer):
         depth = min(config.num_heads, max(step.requests[row].room for row in rows))
         states = heads(hidden, embedding)[:, :depth]
         logits = self._logits(states.reshape(-1, config.hidden_size))
-        if logits is None:
-            return None
+        return None if logits is None else logits.unflatten(0, (len(rows), depth))
+
+    def _candidates(
+        self, logits: "torch.Tensor", need_probs: bool
+    ) -> "tuple[IntArray, np.ndarray[Any, Any]]":
+        """Best tokens of the heads and their log-probabilities, [num_rows, depth, m] each.
+
+        A chain without a cut-off needs no probabilities; they are zero then.
+        """
+        import torch
+
         if self._options.tree:
             scores = torch.log_softmax(logits.float(), dim=-1)
             best, places = scores.topk(min(self._options.candidates, scores.shape[-1]), dim=-1)
@@ -175,11 +183,7 @@ class Blockwise(BaseProposer):
             best = torch.zeros(places.shape, dtype=torch.float32)
         ids = self._logits.tokens(places)
         # The only wait for the device in a step: drafts are scheduled from host memory.
-        shape = (len(rows), depth, ids.shape[-1])
-        return (
-            ids.to("cpu", torch.int32).numpy().reshape(shape),
-            best.to("cpu", torch.float32).numpy().reshape(shape),
-        )
+        return ids.to("cpu", torch.int32).numpy(), best.to("cpu", torch.float32).numpy()
 
     def _chain(
         self, log_probs: "np.ndarray[Any, Any]", tokens: IntArray, room: int, limit: float
@@ -190,6 +194,23 @@ class Blockwise(BaseProposer):
             return EMPTY_DRAFT
         probs = np.exp(paths[:length]).astype(np.float32)
         return Draft(tokens[:length].copy(), path_probs=probs if limit > -math.inf else None)
+
+    def _drawn(
+        self, logits: "torch.Tensor", temperature: float, room: int, confidence: float
+    ) -> Draft:
+        """A chain of draws. Its length depends on the heads' laws alone, not on what was drawn."""
+        import torch
+
+        laws = (logits[:room].float() / temperature).softmax(dim=-1)
+        # Chance that a target of the same law would draw the same token.
+        paths = laws.square().sum(dim=-1).cumprod(dim=0).cpu().numpy()
+        length = int((paths >= confidence).sum())
+        if not length:
+            return EMPTY_DRAFT
+        laws = laws[:length]
+        places = torch.multinomial(laws, 1, generator=self._random)
+        tokens = self._logits.tokens(places).flatten().to("cpu", torch.int32).numpy()
+        return Draft(tokens, probs=self._logits.spread(laws), path_probs=paths[:length])
 
     def _tree(
         self, log_probs: "np.ndarray[Any, Any]", tokens: IntArray, room: int, limit: float

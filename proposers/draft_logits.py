@@ -25,6 +25,7 @@ class DraftLogits:
             vocab_size: The target's.
         """
         self._target = target
+        self._vocab_size = vocab_size
         self._ids = None if draft_vocab is None else draft_vocab.long()
         whole = None if draft_vocab is None else _plain_projection(target, vocab_size)
         self._rows = None if whole is None else whole[self._ids].contiguous()
@@ -41,6 +42,13 @@ class DraftLogits:
     def tokens(self, places: Tensor) -> Tensor:
         """Token ids at these columns."""
         return places if self._ids is None else self._ids.to(places.device)[places]
+
+    def spread(self, laws: Tensor) -> Tensor:
+        """[n, vocab_size] laws over all tokens, of laws [n, m] over the draft vocabulary."""
+        if self._ids is None:
+            return laws
+        whole = laws.new_zeros(len(laws), self._vocab_size)
+        return whole.index_copy_(1, self._ids.to(laws.device), laws)
 
 
 def _plain_projection(target: Any, vocab_size: int) -> Tensor | None:

@@ -73,7 +73,7 @@ def draw_uniforms(
     final = torch.rand(num_requests, dtype=torch.float64, generator=generator)
     for request, own in (generators or {}).items():
         size = int(first[request + 1] - first[request])
-        numbers = torch.rand(size + 1, dtype=torch.float64, generator=own)
+        numbers = torch.rand(size + 1, dtype=torch.float64, generator=own, device=own.device).cpu()
         draws[first[request] : first[request + 1]] = numbers[:size]
         final[request] = numbers[size]
     return Uniforms(draws.numpy(), final.numpy())

@@ -192,6 +192,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         _RUNNER,
+        "GPUModelRunner._get_spec_decode_draft_probs",
+        "the laws that draft tokens were drawn from",
+        names=("spec_decode_metadata",),
+        exact=True,
+    ),
+    Hook(
+        _RUNNER,
         "GPUModelRunner.rejection_sampler",
         "the acceptance rule that _sample calls",
         kind="attribute",

@@ -326,6 +326,17 @@ class BlockwiseOptions(MethodOptions):
     this batch size, once that has been measured; how far the heads can be trusted is learned while
     serving."""
 
+    draw: bool = False
+    """Draw the draft of a request with a temperature from the heads' probabilities at that
+    temperature, and judge it by speculative sampling, instead of drafting each head's best token.
+    For chains."""
+
+    @model_validator(mode="after")
+    def _draws_are_chains(self) -> "BlockwiseOptions":
+        if self.draw and self.tree:
+            raise ValueError("draw=true drafts chains; leave tree out, or draw")
+        return self
+
 
 def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) -> OptionsT:
     """Validate a mapping against a schema, with errors a user can act on.

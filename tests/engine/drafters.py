@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposers for tests: one that knows the right continuation, one that never does."""
+"""Proposers for tests: one knows the right continuation, one never does, others do as told."""
 
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -12,6 +13,7 @@ from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,
     Draft,
+    EngineHandle,
     RequestStep,
     StepContext,
     StepOutcome,
@@ -151,3 +153,59 @@ class Fixed(Recorder):
         if options.parents is None:
             return chain(tokens)
         return Draft(tokens, np.array(options.parents[: len(tokens)], np.int32))
+
+
+class DrawnRequest(RequestOptions):
+    """The law to draw from, the same at every node, and the tree to fill."""
+
+    law: dict[int, float] = Field(default_factory=dict)
+    parents: list[int] = Field(default_factory=list)
+    drawn: Literal["iid", "without_replacement"] = "iid"
+
+    show_laws: bool = True
+    """Hand the law over with the draft, as one must."""
+
+    chosen: bool = False
+    """The known bug: the law's best tokens are chosen, and its probabilities handed over."""
+
+
+@proposer(
+    "drawn",
+    summary="Test drafter that draws its tokens.",
+    request_options=DrawnRequest,
+    num_speculative_tokens=8,
+    tree=True,
+)
+class Drawn(Recorder):
+    """Fills a given tree with draws from a given law."""
+
+    def start(self, engine: EngineHandle) -> None:
+        self._vocab_size = engine.vocab_size
+        self._random = np.random.default_rng(0)
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        return [self._draft(request) for request in step.requests]
+
+    def _draft(self, request: RequestStep) -> Draft:
+        import torch
+
+        options = request.options
+        assert isinstance(options, DrawnRequest)
+        parents = options.parents[: request.room]
+        if not parents:
+            return EMPTY_DRAFT
+        ids = np.array(list(options.law), np.int32)
+        weights = np.array(list(options.law.values()))
+        tokens = np.empty(len(parents), np.int32)
+        for parent in set(parents):
+            nodes = [i for i, p in enumerate(parents) if p == parent]
+            if options.chosen:
+                drawn = np.argsort(-weights)[: len(nodes)]
+            else:
+                replace = options.drawn == "iid"
+                drawn = self._random.choice(len(ids), len(nodes), replace=replace, p=weights)
+            tokens[nodes] = ids[drawn]
+        row = torch.zeros(self._vocab_size)
+        row[torch.from_numpy(ids).long()] = torch.from_numpy(weights).float()
+        probs = row.repeat(len(parents), 1) if options.show_laws else None
+        return Draft(tokens, np.array(parents, np.int32), probs, drawn=options.drawn)

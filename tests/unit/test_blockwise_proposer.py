@@ -273,3 +273,53 @@ def test_no_logits_on_this_rank_means_no_draft(tmp_path: Path) -> None:
     proposer = start(target, save(tmp_path)[0])
     target.compute_logits = lambda hidden: None  # type: ignore[method-assign]
     assert len(proposer.propose(step(torch.randn(1, SIZE), [3]))[0]) == 0
+
+
+def sampled(temperature: float, room: int = HEADS) -> StepContext:
+    torch.manual_seed(4)
+    request = RequestStep("r", np.array([1, 2, 5], np.int32), 2, [5], room, temperature=temperature)
+    return StepContext([request], torch.randn(1, SIZE))
+
+
+@pytest.mark.parametrize("listed", [None, torch.tensor([3, 7, 8, 20, 31])])
+def test_draws_come_from_the_laws_that_are_given(tmp_path: Path, listed: Tensor | None) -> None:
+    size = {} if listed is None else {"draft_vocab_size": len(listed)}
+    proposer = start(StandInTarget(), save(tmp_path, listed, **size)[0], draw=True)
+    counts = np.zeros((HEADS, VOCAB))
+    for _ in range(2000):
+        (draft,) = proposer.propose(sampled(0.8))
+        counts[np.arange(HEADS), draft.tokens] += 1
+    assert draft.probs is not None
+    laws = draft.probs.numpy()
+    assert laws.sum(axis=1) == pytest.approx(1.0, abs=1e-5)
+    if listed is not None:
+        assert laws[:, listed].sum(axis=1) == pytest.approx(1.0, abs=1e-5)
+    assert np.abs(counts / 2000 - laws).sum(axis=1).max() < 0.15
+    (sharper,) = proposer.propose(sampled(0.2))
+    assert sharper.probs is not None
+    assert (sharper.probs.max(dim=1).values.numpy() > laws.max(axis=1)).all()
+
+
+def test_a_drawn_draft_is_as_long_whatever_was_drawn(tmp_path: Path) -> None:
+    """Else the tokens that are left would no longer follow the law."""
+    folder, _ = save(tmp_path)
+    lengths = set()
+    proposer = start(StandInTarget(), folder, draw=True, min_confidence=0.2)
+    for _ in range(50):
+        (draft,) = proposer.propose(sampled(0.8))
+        lengths.add(len(draft))
+    assert len(lengths) == 1
+    assert 0 < lengths.pop() < HEADS
+
+
+def test_greedy_requests_get_the_best_tokens_also_with_draw(tmp_path: Path) -> None:
+    folder, _ = save(tmp_path)
+    (chosen,) = start(StandInTarget(), folder).propose(sampled(0.0))
+    (drawn,) = start(StandInTarget(), folder, draw=True).propose(sampled(0.0))
+    assert drawn.tokens.tolist() == chosen.tokens.tolist()
+    assert drawn.probs is None
+
+
+def test_draw_is_for_chains(tmp_path: Path) -> None:
+    with pytest.raises(SpecExtError, match="draw=true drafts chains"):
+        start(StandInTarget(), save(tmp_path)[0], draw=True, tree=True)

@@ -14,6 +14,7 @@ from typing import Any
 from vllm_spec_ext.errors import SpecExtError
 
 BUNDLED = "bundled"
+ALL = "all"  # category of a line that names none
 PLACEHOLDER = "{text}"
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
@@ -43,17 +44,46 @@ def load(source: str, *, field: str, template: str | None, limit: int | None) ->
     Raises:
         SpecExtError: The file is missing or empty, or a line has the wrong shape; names the line.
     """
-    if template is not None and PLACEHOLDER not in template:
-        raise SpecExtError(f"template {template!r} does not contain {PLACEHOLDER}")
+    _check_template(template)
     questions = []
     for number, line in enumerate(_read(source).splitlines(), 1):
         if line.strip():
             questions.append(parse_line(line, f"{source}, line {number}", number, field, template))
     if not questions:
         raise SpecExtError(f"{source} holds no prompts; expected one JSON object a line")
-    if limit is not None and limit < len(questions):
-        questions = [questions[i * len(questions) // limit] for i in range(limit)]
-    return questions
+    return _spread_evenly(questions, limit)
+
+
+def load_lines(source: str, *, template: str | None, limit: int | None) -> list[Question]:
+    """Read a text file in which every line that is not empty is a prompt.
+
+    Arguments and errors as :func:`load`.
+    """
+    _check_template(template)
+    questions = [
+        Question(number, ALL, ({"role": "user", "content": _filled(template, line.strip())},))
+        for number, line in enumerate(_read(source).splitlines(), 1)
+        if line.strip()
+    ]
+    if not questions:
+        raise SpecExtError(f"{source} holds no prompts; expected one a line")
+    return _spread_evenly(questions, limit)
+
+
+def _spread_evenly(questions: list[Question], limit: int | None) -> list[Question]:
+    if limit is None or limit >= len(questions):
+        return questions
+    return [questions[i * len(questions) // limit] for i in range(limit)]
+
+
+def _check_template(template: str | None) -> None:
+    if template is not None and PLACEHOLDER not in template:
+        raise SpecExtError(f"template {template!r} does not contain {PLACEHOLDER}")
+
+
+def _filled(template: str | None, text: str) -> str:
+    # Not str.format: prompts and templates may hold other braces (code).
+    return text if template is None else template.replace(PLACEHOLDER, text)
 
 
 def parse_line(line: str, where: str, number: int, field: str, template: str | None) -> Question:
@@ -69,7 +99,7 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
             f"{where}: no field {field!r}; found {', '.join(map(repr, row)) or 'none'}; "
             "choose one with --field"
         )
-    category = row.get("category", "all")
+    category = row.get("category", ALL)
     if not isinstance(category, str):
         raise SpecExtError(f"{where}: 'category' is {category!r}, expected a text")
     value = row[field]
@@ -88,9 +118,7 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
         )
     if not all(text.strip() for text in texts):
         raise SpecExtError(f"{where}: {field!r} is empty")
-    if template is not None:
-        # Not str.format: prompts and templates may hold other braces (code).
-        texts = [template.replace(PLACEHOLDER, text) for text in texts]
+    texts = [_filled(template, text) for text in texts]
     return Question(number, category, ({"role": "user", "content": texts[0]},), tuple(texts[1:]))
 
 

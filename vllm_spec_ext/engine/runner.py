@@ -17,7 +17,8 @@ import torch
 
 from vllm_spec_ext.engine.draft_batch import DraftBatch
 from vllm_spec_ext.engine.drafter import Drafter
-from vllm_spec_ext.engine.eta_sampler import EtaSampler
+from vllm_spec_ext.engine.drawn_drafts import DraftLaws, DrawnDrafts
+from vllm_spec_ext.engine.law_sampler import LawSampler
 from vllm_spec_ext.engine.node_sampling import verify
 from vllm_spec_ext.engine.platform_bugs import chain_sampling_is_broken
 from vllm_spec_ext.engine.relaxed_rule import RelaxedRule
@@ -68,6 +69,7 @@ class SpecRunnerMixin:
         """State of our own; called once, right after the runner was specialised."""
         self._states = {}
         self._trees = {}
+        self._drawn = DrawnDrafts()
         self._tree_attention = None
         self._drafts_of_step = []
         self._last_walk = None
@@ -80,8 +82,8 @@ class SpecRunnerMixin:
         if settings.rule is not None and not is_strict(settings.rule):
             vocab_size = self.vllm_config.model_config.get_vocab_size()
             self._relaxed_rule = RelaxedRule(settings, vocab_size)
-        self._eta = EtaSampler(self.sampler.topk_topp_sampler)
-        self.sampler.topk_topp_sampler = self._eta
+        self._law = LawSampler(self.sampler.topk_topp_sampler)
+        self.sampler.topk_topp_sampler = self._law
 
     # -- KV cache ------------------------------------------------------------------------------
 
@@ -109,6 +111,7 @@ class SpecRunnerMixin:
         gone.update(scheduler_output.preempted_req_ids or ())
         if gone:
             self.drafter.finish(sorted(gone))
+            self._drawn.forget(gone)
             if self.step_log is not None:
                 self.step_log.forget(sorted(gone))
             for request_id in gone:
@@ -177,6 +180,8 @@ class SpecRunnerMixin:
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         """l.3437: trees are judged by the target's own samples, chains by vLLM's sampler.
 
+        Drafts that were drawn from laws which the proposer gave are judged with these.
+
         A step without any draft is sampled plainly: vLLM sends it through its rejection sampler
         too, which fails on an empty batch of draft rows when a request asks for top-k on CPU
         (v1/sample/ops/topk_topp_sampler.py:529).
@@ -186,7 +191,7 @@ class SpecRunnerMixin:
         states = [self._state_of(request_id) for request_id in self.input_batch.req_ids]
         greedy = self._greedy_requests()
         has_eta = any(state.eta is not None for state in states)
-        self._eta.use([s.eta for s in states], [1] * len(states), greedy, self.device)
+        self._law.use_eta([s.eta for s in states], [1] * len(states), greedy, self.device)
         if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
             return super()._sample(logits, None)  # type: ignore[misc]
         plan = self._tree_attention.plan if self._tree_attention is not None else None
@@ -195,15 +200,51 @@ class SpecRunnerMixin:
             return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         batch = self._draft_batch(plan)
         num_rows = (np.diff(batch.node_starts) + 1).tolist()
-        self._eta.use([s.eta for s in states], num_rows, greedy, self.device)
+        self._law.use_eta([s.eta for s in states], num_rows, greedy, self.device)
         judge = None
+        laws = self._draft_laws(greedy)
         if self._relaxed_rule is not None:
-            judge = self._relaxed_rule.judge(batch, states, greedy)
+            judge, laws = self._relaxed_rule.judge(batch, states, greedy), {}
         assert logits is not None
-        output, self._last_walk = verify(batch, logits, metadata, self.sampler, judge)
+        output, self._last_walk = verify(batch, logits, metadata, self.sampler, judge, laws)
         if plan is not None:
             self._commit(self._last_walk)
         return output
+
+    def _may_draw(self, request_id: str) -> bool:
+        """Whether the laws of a draft may be used for this request.
+
+        A grammar cuts drafts where a drawn token breaks it, so what is left is no longer a draw;
+        and the log-probabilities after sampling constraints are those of vLLM's own draws.
+        """
+        params = self.requests[request_id].sampling_params
+        return params.structured_outputs is None and self.sampler.logprobs_mode.startswith("raw")
+
+    def _draft_laws(self, greedy: Sequence[bool]) -> dict[int, DraftLaws]:
+        """Batch index -> laws of the sampled requests whose drafts were drawn."""
+        if not len(self._drawn):
+            return {}
+        found = {
+            row: self._drawn.of(request_id, self._drafts_of_step[row])
+            for row, request_id in enumerate(self.input_batch.req_ids)
+            if not greedy[row]
+        }
+        return {row: laws for row, laws in found.items() if laws is not None}
+
+    def _get_spec_decode_draft_probs(self, spec_decode_metadata: Any) -> torch.Tensor | None:
+        """l.4719: laws of all draft rows for vLLM's rejection sampler; one-hot where none is."""
+        laws = self._draft_laws(self._greedy_requests())
+        if not laws:
+            return None
+        rows = []
+        for row, draft in enumerate(self._drafts_of_step):
+            if row in laws:
+                rows.append(laws[row].probs.to(self.device, torch.float32))
+            elif draft:
+                tokens = torch.tensor(draft, device=self.device).clamp(min=0)
+                vocab_size = self.vllm_config.model_config.get_vocab_size()
+                rows.append(torch.nn.functional.one_hot(tokens, vocab_size).to(torch.float32))
+        return torch.cat(rows).contiguous()
 
     def _draft_batch(self, plan: TreePlan | None) -> DraftBatch:
         """The drafts of this step, without what the plan had to drop."""
@@ -289,6 +330,8 @@ class SpecRunnerMixin:
             parents, used = self._verifiable(row, step, draft, num_free)
             num_free -= used
             result[row] = draft.tokens[: len(parents)].tolist()
+            if self._may_draw(step.request_id):
+                self._drawn.keep(step.request_id, result[row], draft)
             self._trees.pop(step.request_id, None)
             if is_branching(parents):
                 self._trees[step.request_id] = (result[row], parents)

@@ -104,6 +104,12 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
     vllm_options = {key: values.pop(key) for key in VLLM_OPTIONS if key in values}
     rule = values.pop("scorer", None)
     allow_lossy = values.pop("allow_lossy", False)
+    if "rejection_sample_method" in values:
+        raise SpecExtError(
+            f"rejection_sample_method: found {values['rejection_sample_method']!r}; vLLM has its "
+            "block and synthetic rules in its V2 model runner only, and our methods run in V1. "
+            "Leave it out: acceptance is exact without it (docs: losslessness)"
+        )
     for key in values:
         if key not in found.options.model_fields:
             valid = ["method", *VLLM_OPTIONS, *RULE_OPTIONS, *found.options.model_fields]

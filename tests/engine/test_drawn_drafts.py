@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts that were drawn are judged with the laws they were drawn from; the output's law stays.
+
+Two-sample chi-square tests with fixed seeds, as in test_sampled_law.py, whose laws they share.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+from generation import sampling_params
+from homogeneity import same_law_p_value
+from test_greedy_identity import runner_of
+from test_sampled_law import (
+    DIFFERENT,
+    LAWS,
+    MAX_TOKENS,
+    NUM_SAMPLES,
+    NUM_TOKENS,
+    PROMPT,
+    SAME,
+    Chances,
+)
+
+from vllm_spec_ext.engine import drawn_drafts
+
+CHAIN = [-1, 0, 1]
+TREE = [-1, -1, 0, 0, 1, 2]
+ETA = {"eta_cutoff": 0.2}
+
+Sample = Callable[..., list[Hashable]]
+
+
+@pytest.fixture(scope="module")
+def engines(make_engine: Any) -> dict[str, Any]:
+    common = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    drawn = {"method": "drawn", "num_speculative_tokens": 8}
+    eta = {"method": "fixed", "num_speculative_tokens": 16}  # eta needs the plugin; drafts nothing
+    return {
+        "plain": make_engine(**common),
+        "eta": make_engine(**common, speculative_config=eta),
+        "drawn": make_engine(**common, speculative_config=drawn),
+    }
+
+
+@pytest.fixture(scope="module")
+def chances(engines: dict[str, Any]) -> Chances:
+    return Chances(engines["plain"])
+
+
+def drafting(chances: Chances, law: str, **options: Any) -> dict[str, Any]:
+    """A draft law far from the target's: of the tokens that `law` allows, the last is likeliest."""
+    allowed = chances.params(law)["allowed_token_ids"]
+    likely = [token for token in chances.tokens if token in allowed]
+    weights = range(1, len(likely) + 1)
+    law_of_draft = {token: w / sum(weights) for token, w in zip(likely, weights, strict=True)}
+    return {"law": law_of_draft, "parents": TREE, **options}
+
+
+@pytest.fixture(scope="module")
+def sample(engines: dict[str, Any], chances: Chances) -> Sample:
+    def draw(
+        engine: str,
+        law: str,
+        extra: dict[str, Any] | None = None,
+        num_samples: int = NUM_SAMPLES,
+        **sampling: float,
+    ) -> list[Hashable]:
+        torch.manual_seed(0)
+        given = chances.params(law)
+        given["max_tokens"] = NUM_TOKENS if engine == "plain" else MAX_TOKENS
+        params = sampling_params(given, extra)
+        if sampling:
+            params.extra_args = {**(params.extra_args or {}), **sampling}
+        outputs = engines[engine].generate([PROMPT] * num_samples, params, use_tqdm=False)
+        return [tuple(out.outputs[0].token_ids[:NUM_TOKENS]) for out in outputs]
+
+    return draw
+
+
+@pytest.fixture(scope="module")
+def plain_samples(sample: Sample) -> Callable[[str], list[Hashable]]:
+    known: dict[str, list[Hashable]] = {}
+
+    def of(law: str) -> list[Hashable]:
+        if law not in known:
+            known[law] = sample("plain", law)
+        return known[law]
+
+    return of
+
+
+def acceptance(engines: dict[str, Any]) -> float:
+    """Accepted tokens for each draft since the last call."""
+    outcomes = runner_of(engines["drawn"]).drafter._proposer.outcomes
+    accepted, steps = sum(o.num_accepted for o in outcomes), len(outcomes)
+    outcomes.clear()
+    return accepted / max(steps, 1)
+
+
+@pytest.mark.parametrize(
+    ("law", "options"),
+    [
+        *((law, {"parents": CHAIN}) for law in ("temperature_1", "top_k")),
+        *((law, {}) for law in LAWS),
+        *((law, {"drawn": "without_replacement"}) for law in ("temperature_1", "top_p")),
+    ],
+)
+def test_output_keeps_the_targets_law(
+    law: str,
+    options: dict[str, Any],
+    engines: dict[str, Any],
+    chances: Chances,
+    sample: Sample,
+    plain_samples: Any,
+) -> None:
+    acceptance(engines)
+    found = sample("drawn", law, drafting(chances, law, **options))
+    assert acceptance(engines) > 0.2
+    assert same_law_p_value(plain_samples(law), found) > SAME
+
+
+def test_laws_raise_acceptance(engines: dict[str, Any], chances: Chances, sample: Sample) -> None:
+    law, found = "temperature_1", []
+    for show_laws in (False, True):
+        acceptance(engines)
+        sample("drawn", law, drafting(chances, law, parents=CHAIN, show_laws=show_laws))
+        found.append(acceptance(engines))
+    assert found[1] > 1.15 * found[0]
+
+
+def test_with_eta(chances: Chances, sample: Sample) -> None:
+    law = "temperature_1"
+    plain = sample("eta", law, **ETA)
+    assert same_law_p_value(plain, sample("plain", law)) < DIFFERENT
+    found = sample("drawn", law, drafting(chances, law), **ETA)
+    assert same_law_p_value(plain, found) > SAME
+
+
+def test_chosen_tokens_with_a_drafters_probabilities_are_caught(
+    chances: Chances, sample: Sample, plain_samples: Any
+) -> None:
+    """Mutation: the bias of reference codes that draft the top-k children with q (METHODS 6)."""
+    law = "temperature_1"
+    found = sample("drawn", law, drafting(chances, law, chosen=True))
+    assert same_law_p_value(plain_samples(law), found) < DIFFERENT
+
+
+def test_the_residual_matters(
+    chances: Chances, sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutation: after a rejection, the token comes from the target's whole law."""
+    original = drawn_drafts.multi_step
+
+    def from_whole_law(p: Any, parents: Any, tokens: Any, starts: Any, q: Any, **rest: Any) -> Any:
+        taken = original(p, parents, tokens, starts, q, **rest)
+        length = int(taken.num_accepted[0])
+        node = int(taken.accepted[0, length - 1]) if length else -1
+        taken.emitted[0, length] = int(torch.multinomial(p[node + 1], 1))
+        return taken
+
+    monkeypatch.setattr(drawn_drafts, "multi_step", from_whole_law)
+    law = "temperature_1"
+    found = sample("drawn", law, drafting(chances, law, parents=CHAIN), 4 * NUM_SAMPLES)
+    assert same_law_p_value(sample("plain", law, None, 4 * NUM_SAMPLES), found) < DIFFERENT
+
+
+def test_vllms_own_sampler_gets_the_laws_where_it_works(
+    engines: dict[str, Any],
+    chances: Chances,
+    sample: Sample,
+    plain_samples: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chains on a platform whose rejection sampler is right, as on GPUs."""
+
+    def working(
+        values: torch.Tensor,
+        ends: torch.Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
+    ) -> torch.Tensor:
+        values = torch.where(values == replace_from, replace_to, values)
+        return values.repeat_interleave(torch.diff(ends, prepend=torch.zeros(1)).long())
+
+    monkeypatch.setattr("vllm.v1.sample.rejection_sampler.expand_batch_to_tokens", working)
+    runner = runner_of(engines["drawn"])
+    monkeypatch.setattr(runner, "_walk_sampled_chains", False)
+    handed: list[int] = []
+    original = runner.rejection_sampler.forward
+
+    def watched(metadata: Any, probs: Any, *rest: Any) -> Any:
+        handed.append(0 if probs is None else len(probs))
+        return original(metadata, probs, *rest)
+
+    monkeypatch.setattr(runner.rejection_sampler, "forward", watched)
+    law = "temperature_0.7"
+    acceptance(engines)
+    found = sample("drawn", law, drafting(chances, law, parents=CHAIN))
+    assert acceptance(engines) > 0.2
+    assert max(handed) > 0
+    assert same_law_p_value(plain_samples(law), found) > SAME
+
+
+def test_logprobs_are_the_targets(engines: dict[str, Any], chances: Chances) -> None:
+    """What the step reports for a token is what the plain engine says of the same text."""
+    torch.manual_seed(0)
+    given = {**chances.params("temperature_1"), "logprobs": 2}
+    params = sampling_params(given, drafting(chances, "temperature_1"))
+    outputs = engines["drawn"].generate([PROMPT] * 16, params, use_tqdm=False)
+    tokenizer = engines["plain"].get_tokenizer()
+    prompt = tokenizer(PROMPT).input_ids
+    asked = sampling_params({"max_tokens": 1, "prompt_logprobs": 1})
+    for out in outputs:
+        completion = out.outputs[0]
+        text = {"prompt_token_ids": [*prompt, *completion.token_ids]}
+        (judged,) = engines["plain"].generate([text], asked, use_tqdm=False)
+        for i, token in enumerate(completion.token_ids):
+            expected = judged.prompt_logprobs[len(prompt) + i][token].logprob
+            assert completion.logprobs[i][token].logprob == pytest.approx(expected, abs=2e-4)
+
+
+def test_seeded_requests_repeat_themselves(engines: dict[str, Any], chances: Chances) -> None:
+    """With a seed of its own a request's verification draws do not depend on the others'."""
+    law = "temperature_1"
+    # The drafter itself draws anew for every request, so it gets one token to draw from.
+    extra = {"law": {chances.params(law)["allowed_token_ids"][0]: 1.0}, "parents": CHAIN}
+    params = [
+        sampling_params({**chances.params(law), "seed": seed}, extra) for seed in (7, 1, 7, 2)
+    ]
+    outputs = engines["drawn"].generate([PROMPT] * 4, params, use_tqdm=False)
+    texts = [out.outputs[0].token_ids for out in outputs]
+    assert texts[0] == texts[2]
+    assert texts[0] != texts[1] or texts[0] != texts[3]
+
+
+def test_a_grammar_or_temperature_zero_leaves_the_laws_unused(
+    engines: dict[str, Any], chances: Chances
+) -> None:
+    extra = drafting(chances, "temperature_1")
+    greedy = {"max_tokens": 12, "ignore_eos": True}
+    plain = engines["plain"].generate([PROMPT], sampling_params(greedy), use_tqdm=False)
+    found = engines["drawn"].generate([PROMPT], sampling_params(greedy, extra), use_tqdm=False)
+    assert found[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+    choice = {"temperature": 1.0, "max_tokens": 20, "structured_outputs": {"choice": ["yes", "no"]}}
+    runner = runner_of(engines["drawn"])
+    (out,) = engines["drawn"].generate([PROMPT], sampling_params(choice, extra), use_tqdm=False)
+    assert out.outputs[0].text in ("yes", "no")
+    assert not len(runner._drawn)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Datasets of a benchmark: files of known shapes by name, prompts made here, and any other file.
+
+A question's category is the dataset's name, with the file's own category behind a slash if it has
+one, so that reports show each dataset, and each category of it.
+"""
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from pydantic import Field
+
+from vllm_spec_ext.bench import prompts
+from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.config import Options
+from vllm_spec_ext.errors import SpecExtError
+
+COPY_RATE = "copy_rate"
+COPY_RATES = (0, 25, 50, 75, 100)  # percent of the sentences that are to be written again
+_SENTENCES = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the file of a well-known dataset is read."""
+
+    field: str | None  # of a JSON line; None: each line of the file is a text
+    template: str | None = None
+
+
+KNOWN: dict[str, Shape] = {
+    "spec_bench": Shape("turns"),  # question.jsonl of hemingkx/Spec-Bench
+    "humaneval": Shape("prompt", "Complete this Python function:\n\n{text}"),
+    "gsm8k": Shape("question"),
+    "jfleg": Shape(
+        None,
+        "Copy-edit the following sentence: correct its spelling and grammar and change nothing "
+        "else. Answer with the corrected sentence only.\n\n{text}",
+    ),
+}
+
+
+class Dataset(Options):
+    """One dataset of a benchmark."""
+
+    prompts: str | None = None
+    """Its file (``.gz`` too), or ``bundled``; not for ``copy_rate``, which is made here."""
+
+    field: str | None = None
+    """Key of a JSON line that holds the prompt; known datasets know theirs."""
+
+    template: str | None = None
+    """Text around each prompt, with ``{text}`` where it goes; known datasets know theirs."""
+
+    limit: int | None = Field(default=None, ge=1)
+    """Use this many prompts, spread evenly over the file."""
+
+
+def load(datasets: Mapping[str, Dataset]) -> list[Question]:
+    """All questions, dataset by dataset; raises as :func:`.prompts.load`."""
+    return [question for name, dataset in datasets.items() for question in _load(name, dataset)]
+
+
+def parse(arguments: Iterable[str]) -> dict[str, Dataset]:
+    """Datasets of a command line, ``NAME=FILE``, ``NAME=FILE:LIMIT``, ``copy_rate:LIMIT``.
+
+    Raises:
+        SpecExtError: A name twice, or one without a file.
+    """
+    found: dict[str, Dataset] = {}
+    for argument in arguments:
+        rest, colon, count = argument.rpartition(":")
+        if not colon or not count.isdecimal() or not int(count):
+            rest, count = argument, ""
+        name, equals, file = rest.partition("=")
+        if name in found:
+            raise SpecExtError(f"dataset {name!r} is given twice")
+        if not name or (name == COPY_RATE) == bool(equals) or (equals and not file):
+            raise SpecExtError(
+                f"dataset {argument!r}: expected NAME=FILE or NAME=FILE:LIMIT, where NAME is "
+                f"{', '.join(KNOWN)} or one of your own, or {COPY_RATE}"
+            )
+        found[name] = Dataset(prompts=file or None, limit=int(count) if count else None)
+    return found
+
+
+def _load(name: str, dataset: Dataset) -> list[Question]:
+    if name == COPY_RATE:
+        if dataset.prompts is not None or dataset.field is not None or dataset.template is not None:
+            raise SpecExtError(f"dataset {COPY_RATE} is made here; it takes nothing but a limit")
+        return copy_rate_questions(dataset.limit or 4 * len(COPY_RATES))
+    if dataset.prompts is None:
+        raise SpecExtError(f"dataset {name!r} has no file; set its 'prompts'")
+    shape = KNOWN.get(name, Shape("prompt"))
+    template = shape.template if dataset.template is None else dataset.template
+    field = shape.field if dataset.field is None else dataset.field
+    if field is None:
+        questions = prompts.load_lines(dataset.prompts, template=template, limit=dataset.limit)
+    else:
+        questions = prompts.load(
+            dataset.prompts, field=field, template=template, limit=dataset.limit
+        )
+    return [
+        replace(q, category=name if q.category == prompts.ALL else f"{name}/{q.category}")
+        for q in questions
+    ]
+
+
+def copy_rate_questions(count: int) -> list[Question]:
+    """Prompts whose answers repeat a known share of them; always the same ones."""
+    chance = random.Random(0)
+    questions = []
+    for i in range(count):
+        rate = COPY_RATES[i % len(COPY_RATES)]
+        text = " ".join(_sentence(chance) for _ in range(_SENTENCES))
+        kept = _SENTENCES * rate // 100
+        if kept == _SENTENCES:
+            task = "Write this text again, word for word."
+        elif kept:
+            task = (
+                f"Write the first {kept} sentences of this text again, word for word, and go on "
+                f"with {_SENTENCES - kept} new sentences of your own."
+            )
+        else:
+            task = f"Write {_SENTENCES} sentences about something that this text does not mention."
+        message = {"role": "user", "content": f"{task}\n\n{text}"}
+        questions.append(Question(i + 1, f"{COPY_RATE}/{rate:03d}%", (message,)))
+    return questions
+
+
+_NAMES = ("Anna", "Boris", "Chloe", "Dmitri", "Elena", "Farid", "Greta", "Hugo")
+_DEEDS = ("carried", "sold", "painted", "found", "repaired", "hid", "borrowed", "weighed")
+_KINDS = ("old", "green", "broken", "heavy", "silver", "wooden", "tiny", "noisy")
+_THINGS = ("clock", "boat", "lamp", "violin", "ladder", "kettle", "map", "bicycle")
+_PLACES = ("near the harbour", "behind the mill", "on the bridge", "at the market", "in the attic")
+_TIMES = ("before dawn", "on Tuesday", "after the storm", "last winter", "at noon")
+
+
+def _sentence(chance: random.Random) -> str:
+    name, deed, kind, thing, place, time = map(
+        chance.choice, (_NAMES, _DEEDS, _KINDS, _THINGS, _PLACES, _TIMES)
+    )
+    return f"{name} {deed} the {kind} {thing} {place} {time}."

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load tests of running servers: vLLM's own ``vllm bench serve`` does the work, we compare.
+
+The servers take turns, pass by pass. The first one is the baseline: its answers are what the
+others' are compared with, and its throughput what theirs is divided by.
+"""
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_spec_ext.bench.session import rotated
+from vllm_spec_ext.bench.settings import BenchSettings
+from vllm_spec_ext.bench.statistics import Spread
+from vllm_spec_ext.errors import SpecExtError
+
+HEADINGS = [
+    "server",
+    "in flight",
+    "requests/s",
+    "tok/s",
+    "speed-up",
+    "TTFT ms p50/p99",
+    "token ms p50/p99",
+    "accepted + 1",
+    "failed",
+    "identical",
+]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How requests arrive."""
+
+    max_in_flight: int
+    rate: float  # requests per second; 0 sends as many at once as may be in flight
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run of ``vllm bench serve``; ``result`` is what it saved."""
+
+    server: str
+    load: Load
+    repeat: int
+    result: Mapping[str, Any]
+
+
+def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass]:
+    """Drive every server with every load; raises SpecExtError if a pass fails."""
+    loads = [Load(n, rate) for n in settings.batch_size for rate in settings.request_rate]
+    names = list(settings.servers)
+    passes = []
+    with tempfile.TemporaryDirectory(prefix="vllm-spec-serve-") as folder:
+        prompts = Path(folder) / "prompts.jsonl"
+        rows = [{"prompt": q.opening[-1]["content"]} for q in settings.questions()]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        for load in loads:
+            for repeat in range(settings.repeats):
+                for name in rotated(names, repeat):
+                    say(f"repeat {repeat + 1}, {_arrival(load)}: {name}")
+                    out = Path(folder) / "result.json"
+                    _drive(command(settings, name, load, prompts, len(rows), out), name)
+                    passes.append(Pass(name, load, repeat, json.loads(out.read_text())))
+    return passes
+
+
+def command(
+    settings: BenchSettings, name: str, load: Load, prompts: Path, num_prompts: int, out: Path
+) -> list[str]:
+    """The ``vllm bench serve`` of one pass."""
+    arguments = {
+        "backend": "vllm",
+        "base-url": settings.servers[name].rstrip("/"),
+        "model": settings.model,
+        "dataset-name": "custom",
+        "dataset-path": prompts,
+        "num-prompts": num_prompts,
+        "custom-output-len": settings.max_tokens,
+        "max-concurrency": load.max_in_flight,
+        "request-rate": load.rate or math.inf,
+        "num-warmups": settings.warm_up,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+        "result-dir": out.parent,
+        "result-filename": out.name,
+        "percentile-metrics": "ttft,tpot,itl",
+    }
+    flags = [f"--{name}={value}" for name, value in arguments.items()]
+    switches = ["--save-result", "--save-detailed", "--disable-shuffle", "--disable-tqdm"]
+    if settings.raw:
+        switches.append("--skip-chat-template")
+    start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"]
+    return [*start, *flags, *switches]
+
+
+def _drive(arguments: list[str], name: str) -> None:
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-3:]
+        raise SpecExtError(
+            f"vllm bench serve failed on {name}: {' | '.join(last)} (it needs pandas, a server "
+            "that is up, and the model's name as the server knows it)"
+        )
+
+
+def table(passes: Sequence[Pass]) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells: medians over the repeats, and their range for the throughput."""
+    baseline = passes[0].server
+    groups: dict[tuple[str, Load], list[Pass]] = {}
+    for one in passes:
+        groups.setdefault((one.server, one.load), []).append(one)
+    first = {(p.load, p.repeat): p.result for p in passes if p.server == baseline}
+    rows = []
+    for (name, load), group in groups.items():
+        results = [p.result for p in group]
+        ratios = [
+            p.result["output_throughput"] / first[p.load, p.repeat]["output_throughput"]
+            for p in group
+        ]
+        rows.append(
+            [
+                name,
+                _arrival(load),
+                f"{_median(results, 'request_throughput'):.2f}",
+                _spread([r["output_throughput"] for r in results], 1),
+                _spread(ratios, 2) + "x",
+                f"{_median(results, 'median_ttft_ms'):.0f}/{_median(results, 'p99_ttft_ms'):.0f}",
+                f"{_median(results, 'median_tpot_ms'):.1f}/{_median(results, 'p99_tpot_ms'):.1f}",
+                f"{_median(results, 'spec_decode_acceptance_length'):.2f}",
+                str(sum(r["failed"] for r in results)),
+                _identical(group, first),
+            ]
+        )
+    return HEADINGS, rows
+
+
+def _identical(group: Sequence[Pass], first: Mapping[tuple[Load, int], Mapping[str, Any]]) -> str:
+    pairs = [
+        (text, other)
+        for p in group
+        for text, other in zip(
+            p.result["generated_texts"],
+            first[p.load, p.repeat]["generated_texts"],
+            strict=True,
+        )
+    ]
+    return f"{sum(text == other for text, other in pairs)}/{len(pairs)}"
+
+
+def _arrival(load: Load) -> str:
+    return f"{load.max_in_flight}" + (f", {load.rate:g}/s" if load.rate else "")
+
+
+def _median(results: Sequence[Mapping[str, Any]], key: str) -> float:
+    return Spread.of([r.get(key, 1.0) for r in results]).median
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    s = Spread.of(values)
+    return f"{s.median:.{digits}f} [{s.low:.{digits}f}-{s.high:.{digits}f}]"
