@@ -114,6 +114,7 @@ def test_vllm_spec(
 
     # Measuring and training have tests of their own; here everything up to that point.
     monkeypatch.setattr(bench_module, "run", stop)
+    monkeypatch.setattr(bench_module, "load_servers", stop)
     monkeypatch.setattr(bench_module, "demo_model", model_folder)
     monkeypatch.setattr("vllm_spec_ext.training.blockwise.train_blockwise", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.top.fetch", stop)

@@ -6,6 +6,7 @@ Two servers of the real small model, one after the other (minutes on two cores).
 
 import asyncio
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -239,6 +240,29 @@ def test_source_text_that_is_not_in_the_prompt(server: str) -> None:
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == without
     assert counters(server)["vllm:spec_decode_num_accepted_tokens_total"] > before
+
+
+def test_bench_loads_a_running_server(server: str, model: str, tmp_path: Path) -> None:
+    pytest.importorskip("pandas", reason="vllm bench serve needs it")
+    out = tmp_path / "served.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "vllm_spec_ext.cli.main", "bench", "--model", model),
+            *("--serve", f"one={server}", "--serve", f"two={server}/", "--dataset", "copy_rate:3"),
+            *("--max-tokens", "12", "--repeats", "1", "--batch-size", "2", "--json", str(out)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if "3/3" in line]
+    assert len(rows) == 2, done.stdout
+    one, two = json.loads(out.read_text())["passes"]
+    assert one["result"]["completed"] == 3
+    assert one["result"]["generated_texts"] == two["result"]["generated_texts"]
+    assert one["result"]["spec_decode_num_drafts"] >= 0
 
 
 def test_our_serve_command_prints_what_it_would_run(model: str) -> None:

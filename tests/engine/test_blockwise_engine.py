@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from generation import run, tokens
+from generation import run, sampling_params, tokens
+from homogeneity import same_law_p_value
 from scenarios import PROMPTS, SCENARIOS, Scenario
+from test_greedy_identity import runner_of
+from test_sampled_law import MAX_TOKENS, NUM_SAMPLES, NUM_TOKENS, PROMPT, SAME, Chances
 from tiny_model import VOCAB_SIZE
 
 from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig
@@ -15,10 +18,8 @@ from vllm_spec_ext.training.checkpoint import save_heads
 from vllm_spec_ext.training.evaluate import HeadFigures
 
 
-@pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_random_heads(folder: Path, draft_vocab: list[int] | None = None) -> Path:
     """Untrained heads: they repeat the target's own next token, or guess wrongly."""
-    folder = tmp_path_factory.mktemp("heads") / "heads"
     config = HeadsConfig.model_validate(
         {
             "target": "tiny",
@@ -26,14 +27,22 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "vocab_size": VOCAB_SIZE,
             "num_heads": 3,
             "head_width": 16,
+            "draft_vocab_size": len(draft_vocab) if draft_vocab else None,
         }
     )
     module = BlockwiseHeads(config)
+    if draft_vocab:
+        module.draft_vocab = torch.tensor(draft_vocab, dtype=torch.int32)
     torch.manual_seed(3)
     torch.nn.init.normal_(module.w_out, std=0.3)
     accuracy = [dict.fromkeys(("top1", "top2", "top3", "top5"), 0.0)] * 3
     save_heads(folder, config, module, "fp32", HeadFigures(1, 1, 1.0, accuracy, 1.0, 1.0, 8, 1.0))
     return folder
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_heads(tmp_path_factory.mktemp("heads") / "heads")
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
@@ -91,3 +100,39 @@ def test_heads_of_another_model_are_refused(heads: Path, make_engine: Any, tmp_p
     with pytest.raises(Exception, match="hidden"):
         make_engine(speculative_config={"method": "blockwise", "model": str(other)})
     assert run(make_engine(), Scenario([{"max_tokens": 2}], PROMPTS[:1]))
+
+
+@pytest.mark.parametrize("law", ["temperature_1", "top_p"])
+def test_sampled_output_has_the_targets_law(
+    law: str, make_engine: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Chains of best tokens, drawn chains, and trees, of heads that draft what is allowed."""
+    common = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    plain = make_engine(**common)
+    chances = Chances(plain)
+    given = chances.params(law)
+    folder = save_random_heads(tmp_path_factory.mktemp("law") / law, given["allowed_token_ids"])
+
+    def sample(engine: Any, length: int) -> list[tuple[int, ...]]:
+        torch.manual_seed(0)
+        params = sampling_params({**given, "max_tokens": length})
+        outputs = engine.generate([PROMPT] * NUM_SAMPLES, params, use_tqdm=False)
+        return [tuple(out.outputs[0].token_ids[:NUM_TOKENS]) for out in outputs]
+
+    expected = sample(plain, NUM_TOKENS)
+    for options in ({}, {"draw": True}, {"tree": True, "candidates": 2}):
+        size = 6 if "tree" in options else 3
+        config = {"method": "blockwise", "model": str(folder), "num_speculative_tokens": size}
+        engine = make_engine(**common, speculative_config={**config, "pays": False, **options})
+        drafter = runner_of(engine).drafter
+        accepted: list[int] = []
+        observe = drafter._proposer.observe
+
+        def watched(outcomes: Any, observe: Any = observe, accepted: list[int] = accepted) -> None:
+            accepted += [outcome.num_accepted for outcome in outcomes]
+            observe(outcomes)
+
+        drafter._proposer.observe = watched
+        found = sample(engine, MAX_TOKENS)
+        assert sum(accepted) > 0.05 * len(accepted) > 0
+        assert same_law_p_value(expected, found) > SAME, options

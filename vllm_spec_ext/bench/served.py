@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ class Pass:
 
 def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass]:
     """Drive every server with every load; raises SpecExtError if a pass fails."""
+    served_names = {name: served_model(name, url) for name, url in settings.servers.items()}
     loads = [Load(n, rate) for n in settings.batch_size for rate in settings.request_rate]
     names = list(settings.servers)
     passes = []
@@ -66,9 +68,22 @@ def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass
                 for name in rotated(names, repeat):
                     say(f"repeat {repeat + 1}, {_arrival(load)}: {name}")
                     out = Path(folder) / "result.json"
-                    _drive(command(settings, name, load, prompts, len(rows), out), name)
+                    arguments = command(settings, name, load, prompts, len(rows), out)
+                    _drive([*arguments, f"--served-model-name={served_names[name]}"], name)
                     passes.append(Pass(name, load, repeat, json.loads(out.read_text())))
     return passes
+
+
+def served_model(name: str, url: str) -> str:
+    """What the server calls its model; raises SpecExtError if it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/v1/models", timeout=10) as answer:
+            return str(json.load(answer)["data"][0]["id"])
+    except (OSError, ValueError, LookupError) as error:
+        raise SpecExtError(
+            f"server {name!r} does not answer at {url}: {error}; start it with vllm serve, and "
+            "give the URL without /v1"
+        ) from error
 
 
 def command(
@@ -105,8 +120,8 @@ def _drive(arguments: list[str], name: str) -> None:
     if done.returncode:
         last = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-3:]
         raise SpecExtError(
-            f"vllm bench serve failed on {name}: {' | '.join(last)} (it needs pandas, a server "
-            "that is up, and the model's name as the server knows it)"
+            f"vllm bench serve failed on {name}: {' | '.join(last)} (it needs pandas, and "
+            "--model must be the served one: its tokenizer counts the tokens)"
         )
 
 

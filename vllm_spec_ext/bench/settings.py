@@ -61,7 +61,7 @@ class BenchSettings(Options):
 
     servers: dict[str, str] = Field(default_factory=dict)
     """Running servers by name, as URLs, to load with ``vllm bench serve`` instead of starting
-    engines; the first is the baseline. First turns only."""
+    engines; the first is the baseline, and ``model`` is the one they serve. First turns only."""
 
     request_rate: list[float] = Field(default=[0.0], min_length=1)
     """Requests per second sent to servers, at most ``batch_size`` in flight; 0 does not wait."""

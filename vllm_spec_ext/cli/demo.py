@@ -5,6 +5,7 @@ Nothing is invented for the show: what a step of the target gave is printed as i
 token of a step is the target's own (the bonus token), those before it were drafts that it accepted.
 """
 
+import json
 import shutil
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from vllm_spec_ext.cli.bench import (
     report_console,
     show,
 )
+from vllm_spec_ext.cli.demo_heads import demo_heads
 
 CATEGORIES = ("editing", "correction", "copy", "code-edit", "rewriting")
 ACCEPTED, BONUS, PLAIN_STYLE = "green", "yellow", "dim"
@@ -41,8 +43,12 @@ def demo(
         str | None, typer.Option(help="Another model than the small one that is fetched.")
     ] = None,
     methods: Annotated[
-        str, typer.Option(help="Comma-separated methods to show beside plain decoding.")
-    ] = "input_copy",
+        str | None,
+        typer.Option(
+            help="Comma-separated methods to show beside plain decoding. Default: input_copy, and "
+            "with the small model blockwise, whose heads are part of this package."
+        ),
+    ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, max=20, help="Prompts to answer.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 80,
     dtype: Annotated[
@@ -58,10 +64,12 @@ def demo(
     Exit status: 0 if all went well, 1 if an engine failed.
     """
     folder = model or demo_model()
+    names = methods if methods is not None else "input_copy" if model else "input_copy,blockwise"
+    shown = [name.strip() for name in names.split(",") if name.strip()]
     settings = BenchSettings.model_validate(
         {
             "model": folder,
-            "methods": [PLAIN, *(name.strip() for name in methods.split(",") if name.strip())],
+            "methods": [PLAIN, *(shown if model else map(with_heads, shown))],
             "dtype": dtype,
             "max_tokens": max_tokens,
             "repeats": 1,
@@ -81,6 +89,11 @@ def demo(
     if result.failures:
         raise typer.Exit(EXIT_FAILED)
     shutil.rmtree(logs, ignore_errors=True)
+
+
+def with_heads(name: str) -> str:
+    """A method of the small model as ``bench`` reads it; blockwise gets its heads."""
+    return name if name != "blockwise" else f"blockwise={json.dumps({'model': str(demo_heads())})}"
 
 
 def pick(questions: list[Question], count: int) -> list[Question]:

@@ -66,6 +66,7 @@ def write_cache(
         "num_tokens": len(data.token_ids),
     }
     open_manifest(folder, facts)
+    lengths = used_lengths(data, max_length)
     num_shards = -(-len(data) // _SEQUENCES_PER_SHARD)
     for shard in range(num_shards):
         path = _path(folder, shard)
@@ -74,15 +75,20 @@ def write_cache(
         numbers = np.arange(
             shard * _SEQUENCES_PER_SHARD, min(len(data), (shard + 1) * _SEQUENCES_PER_SHARD)
         )
-        parts: list[Tensor] = []
+        parts: dict[int, Tensor] = {}
+        # Alike lengths together: padding costs as much as tokens do.
+        by_length = numbers[np.argsort(lengths[numbers], kind="stable")]
         for start in range(0, len(numbers), batch_size):
-            batch = make_batch(data, numbers[start : start + batch_size], 1, max_length)
+            some = by_length[start : start + batch_size]
+            batch = make_batch(data, some, 1, max_length)
             with torch.no_grad():
                 hidden = target.hidden(
                     batch.token_ids.to(target.device), batch.mask.to(target.device)
                 )
-            parts.append(hidden[batch.mask.bool().to(hidden.device)].cpu())
-        write_bytes(path, save({"hidden": torch.cat(parts).contiguous()}))
+            for number, row, mask in zip(some.tolist(), hidden, batch.mask.bool(), strict=True):
+                parts[number] = row[mask.to(row.device)].cpu()
+        states = torch.cat([parts[number] for number in numbers.tolist()])
+        write_bytes(path, save({"hidden": states}))
         report(f"hidden states: shard {shard + 1} of {num_shards}")
 
 
