@@ -77,6 +77,7 @@ class RequestStep:
     what is left to ``max_tokens`` and ``max_model_len``, whichever is smallest. May be 0."""
     options: RequestOptions = field(default_factory=RequestOptions)
     temperature: float = 0.0
+    seed: int | None = None  # of the request's sampling
 
     @property
     def num_output_tokens(self) -> int:

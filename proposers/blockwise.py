@@ -25,6 +25,7 @@ from vllm_spec_ext.proposers.base import (
     EngineHandle,
     IntArray,
     Needs,
+    RequestStep,
     StepContext,
     StepOutcome,
     proposer,
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads
+
+# Not a seed that an engine or a request has: the same noise in draft and target would make the
+# target agree with what it never drew.
+_SEED = 0x5EC0D4A7
 
 
 @proposer(
@@ -92,7 +97,8 @@ class Blockwise(BaseProposer):
             )
         self._target = engine.target
         self._heads = heads if engine.device is None else heads.to(engine.device)
-        self._random = torch.Generator(engine.device or "cpu").manual_seed(0)
+        self._random = torch.Generator(engine.device or "cpu").manual_seed(_SEED)
+        self._seeded = torch.Generator(engine.device or "cpu")
         self._logits = DraftLogits(engine.target, self._heads.draft_vocab, engine.vocab_size)
         if self._options.tree:
             one = np.log(np.full((1, 1), 0.5, np.float32))
@@ -118,7 +124,7 @@ class Blockwise(BaseProposer):
             if self._options.tree:
                 draft = self._tree(log_probs[i], tokens[i], request.room, limit)
             elif self._options.draw and request.temperature > 0.0:
-                draft = self._drawn(logits[i], request.temperature, request.room, confidence)
+                draft = self._drawn(logits[i], request, confidence)
             else:
                 draft = self._chain(log_probs[i, :, 0], tokens[i, :, 0], request.room, limit)
             drafts[row] = draft
@@ -195,20 +201,21 @@ class Blockwise(BaseProposer):
         probs = np.exp(paths[:length]).astype(np.float32)
         return Draft(tokens[:length].copy(), path_probs=probs if limit > -math.inf else None)
 
-    def _drawn(
-        self, logits: "torch.Tensor", temperature: float, room: int, confidence: float
-    ) -> Draft:
+    def _drawn(self, logits: "torch.Tensor", request: RequestStep, confidence: float) -> Draft:
         """A chain of draws. Its length depends on the heads' laws alone, not on what was drawn."""
         import torch
 
-        laws = (logits[:room].float() / temperature).softmax(dim=-1)
+        laws = (logits[: request.room].float() / request.temperature).softmax(dim=-1)
         # Chance that a target of the same law would draw the same token.
         paths = laws.square().sum(dim=-1).cumprod(dim=0).cpu().numpy()
         length = int((paths >= confidence).sum())
         if not length:
             return EMPTY_DRAFT
         laws = laws[:length]
-        places = torch.multinomial(laws, 1, generator=self._random)
+        random = self._random
+        if request.seed is not None:  # then the draft must not depend on other requests
+            random = self._seeded.manual_seed(hash((_SEED, request.seed, len(request.token_ids))))
+        places = torch.multinomial(laws, 1, generator=random)
         tokens = self._logits.tokens(places).flatten().to("cpu", torch.int32).numpy()
         return Draft(tokens, probs=self._logits.spread(laws), path_probs=paths[:length])
 

@@ -5,6 +5,7 @@ Two-sample chi-square tests with fixed seeds, as in test_sampled_law.py, whose l
 """
 
 from collections.abc import Callable, Hashable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from test_sampled_law import (
 )
 
 from vllm_spec_ext.engine import drawn_drafts
+from vllm_spec_ext.engine.drawn_drafts import DraftLaws
+from vllm_spec_ext.engine.runner import SpecRunnerMixin
 
 CHAIN = [-1, 0, 1]
 TREE = [-1, -1, 0, 0, 1, 2]
@@ -202,6 +205,24 @@ def test_vllms_own_sampler_gets_the_laws_where_it_works(
     assert acceptance(engines) > 0.2
     assert max(handed) > 0
     assert same_law_p_value(plain_samples(law), found) > SAME
+
+
+def test_laws_for_vllms_sampler_of_a_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn, placeholders, none, chosen: a placeholder takes nothing from the law behind it."""
+    model = SimpleNamespace(get_vocab_size=lambda: 4)
+    runner = SpecRunnerMixin()
+    runner.device = torch.device("cpu")
+    runner.vllm_config = SimpleNamespace(model_config=model)
+    runner._drafts_of_step = [[3, 1], [-1], [], [2]]
+    laws = {0: DraftLaws(torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]]), "iid")}
+    monkeypatch.setattr(runner, "_greedy_requests", lambda: [False] * 4)
+    monkeypatch.setattr(runner, "_draft_laws", lambda greedy: laws)
+    probs = runner._get_spec_decode_draft_probs(None)
+    assert probs is not None
+    expected = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]])
+    assert torch.equal(probs, torch.cat([laws[0].probs, expected]))
+    monkeypatch.setattr(runner, "_draft_laws", lambda greedy: {})
+    assert runner._get_spec_decode_draft_probs(None) is None
 
 
 def test_logprobs_are_the_targets(engines: dict[str, Any], chances: Chances) -> None:

@@ -38,8 +38,8 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_known_files_are_read_without_further_words(files: dict[str, str]) -> None:
     questions = load(parse(f"{name}={file}" for name, file in files.items()))
     assert [q.category for q in questions] == [
-        "spec_bench/writing",
-        "spec_bench/math",
+        "spec_bench > writing",
+        "spec_bench > math",
         "humaneval",
         "gsm8k",
         "jfleg",
@@ -69,14 +69,22 @@ def test_settings_take_files_and_more(files: dict[str, str]) -> None:
     settings = merge({"model": "m", "datasets": given}, {})
     assert len(settings.questions()) == 6
     assert settings.source() == "gsm8k, copy_rate"
-    with pytest.raises(SpecExtError, match="limit belongs to the one file"):
-        merge({"model": "m", "datasets": given}, {"limit": 3})
+    with pytest.raises(SpecExtError, match="field belongs to the one file"):
+        merge({"model": "m", "datasets": given, "field": "x"}, {})
+    assert len(merge({"model": "m", "datasets": given}, {"limit": 3}).questions()) == 3
+
+
+def test_flags_win_over_the_file_also_about_where_prompts_come_from(files: dict[str, str]) -> None:
+    flag = {"datasets": parse(["copy_rate:2"])}
+    assert len(merge({"model": "m", "prompts": "x.jsonl", "field": "y"}, flag).questions()) == 2
+    one_file = {"prompts": files["gsm8k"], "field": "question"}
+    assert len(merge({"model": "m", "datasets": {"copy_rate": {}}}, one_file).questions()) == 1
 
 
 def test_copy_rates_are_what_they_say() -> None:
     questions = copy_rate_questions(10)
     assert questions == copy_rate_questions(10)
-    assert [q.category for q in questions[:5]] == [f"copy_rate/{r:03d}%" for r in COPY_RATES]
+    assert [q.category for q in questions[:5]] == [f"copy_rate > {r:03d}%" for r in COPY_RATES]
     assert len({q.opening[0]["content"] for q in questions}) == 10
     quarter = questions[1].opening[0]["content"]
     assert "first 2 sentences" in quarter
@@ -101,10 +109,14 @@ def test_a_name_twice() -> None:
     [
         ({"gsm8k": Dataset()}, "has no file"),
         ({"copy_rate": Dataset(field="x")}, "nothing but a limit"),
+        ({"mine": Dataset(prompts="FILE", field="q")}, "no field 'q'.*set 'field' of the dataset"),
         ({"gsm8k": Dataset(prompts="missing.jsonl")}, "cannot read prompts 'missing.jsonl'"),
         ({"jfleg": Dataset(prompts="x", template="none")}, "does not contain"),
     ],
 )
-def test_bad_datasets(dataset: dict[str, Dataset], words: str) -> None:
+def test_bad_datasets(dataset: dict[str, Dataset], words: str, files: dict[str, str]) -> None:
+    for name, given in dataset.items():
+        if given.prompts == "FILE":
+            dataset = {name: given.model_copy(update={"prompts": files["gsm8k"]})}
     with pytest.raises(SpecExtError, match=words):
         load(dataset)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load tests of servers: the command that is run, the table, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_spec_ext.bench.served import Load, Pass, command, served_model, table
+from vllm_spec_ext.bench import served
+from vllm_spec_ext.bench.served import Load, Pass, command, run_passes, served_model, table
 from vllm_spec_ext.bench.settings import merge, parse_rates, parse_servers
+from vllm_spec_ext.cli.main import main
 from vllm_spec_ext.errors import SpecExtError
 
 
@@ -54,11 +57,47 @@ def test_table_compares_with_the_first_server_in_the_same_repeat() -> None:
         Pass("ours", load, 1, result(30.0, "a", "x", spec_decode_acceptance_length=1.9)),
         Pass("plain", load, 1, result(15.0, "a", "b")),
     ]
-    _, (plain, ours) = table(passes)
+    _, (plain, ours) = table(passes, greedy=True)
     assert plain[:2] == ["plain", "4, 2/s"]
     assert plain[4] == "1.00 [1.00-1.00]x"
     assert ours[4] == "1.75 [1.50-2.00]x"
     assert ours[7:] == ["1.80", "0", "3/4"]
+    assert plain[7] == "-"  # its server drafts nothing
+    assert table(passes, greedy=False)[1][1][-1] == "-"
+
+
+def test_answers_that_failed_are_not_identical() -> None:
+    passes = [Pass(name, Load(1, 0.0), 0, result(1.0, "a", "")) for name in ("plain", "ours")]
+    assert table(passes, greedy=True)[1][1][-1] == "1/1"
+
+
+def test_every_pass_has_prompts_of_its_own_and_all_servers_get_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: dict[str, list[str]] = {"http://a:1": [], "http://b:2": []}
+
+    def drive(words: list[str], name: str) -> None:
+        values = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+        texts = Path(values["dataset-path"]).read_text()
+        sent[values["base-url"]].append(texts)
+        out = Path(values["result-dir"]) / values["result-filename"]
+        out.write_text(json.dumps(result(1.0, "x", completed=1)))
+
+    monkeypatch.setattr(served, "_drive", drive)
+    monkeypatch.setattr(served, "served_model", lambda name, url: "m")
+    given = settings(datasets={"copy_rate": {"limit": 12}}, repeats=3, batch_size=[1, 4])
+    assert len(run_passes(given, lambda _: None)) == 12
+    assert sent["http://a:1"] == sent["http://b:2"]
+    assert len(set(sent["http://a:1"])) == 6
+    with pytest.raises(SpecExtError, match="3 prompts for 6 passes"):
+        run_passes(given.model_copy(update={"limit": 3}), lambda _: None)
+
+
+def test_a_server_that_answers_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    out.write_text(json.dumps({"completed": 0, "errors": ["", "too long"]}))
+    with pytest.raises(SpecExtError, match="'ours' answered none of the requests: too long"):
+        served._result(out, "ours")
 
 
 def test_flags() -> None:
@@ -74,5 +113,22 @@ def test_flags() -> None:
 
 
 def test_a_server_that_is_not_there() -> None:
-    with pytest.raises(SpecExtError, match="server 'ours' does not answer"):
-        served_model("ours", "http://127.0.0.1:9")
+    for url in ("http://127.0.0.1:9", "http://127.0.0.1:port"):
+        with pytest.raises(SpecExtError, match="server 'ours' does not answer"):
+            served_model("ours", url)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--serve", "a=http://127.0.0.1:9", "--dtype", "float32"], "dtype: running servers have"),
+        (["--request-rate", "2"], "name them with --serve"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--model", "m", *arguments])
+    assert stop.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.split())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blockwise proposer on a stand-in target: chains, trees, cut-offs, refusals."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -310,6 +311,27 @@ def test_a_drawn_draft_is_as_long_whatever_was_drawn(tmp_path: Path) -> None:
         lengths.add(len(draft))
     assert len(lengths) == 1
     assert 0 < lengths.pop() < HEADS
+
+
+def test_a_seed_decides_the_draws_of_its_request(tmp_path: Path) -> None:
+    proposer = start(StandInTarget(), save(tmp_path)[0], draw=True)
+
+    def drafts(seed: int | None) -> set[tuple[int, ...]]:
+        given = sampled(1.0)
+        (request,) = given.requests
+        one = StepContext([replace(request, seed=seed)], given.hidden_states)
+        return {tuple(proposer.propose(one)[0].tokens.tolist()) for _ in range(10)}
+
+    assert len(drafts(7)) == 1
+    assert len(drafts(None)) > 1
+    assert drafts(7) != drafts(8)
+
+
+def test_draws_do_not_share_noise_with_a_freshly_seeded_engine(tmp_path: Path) -> None:
+    """vLLM's default seed is 0: with the same noise, target and draft would agree by accident."""
+    proposer = start(StandInTarget(), save(tmp_path)[0], draw=True)
+    for seed in (0, 1, 42):
+        assert proposer._random.initial_seed() != seed
 
 
 def test_greedy_requests_get_the_best_tokens_also_with_draw(tmp_path: Path) -> None:

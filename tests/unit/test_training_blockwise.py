@@ -276,6 +276,7 @@ def test_dry_run_predicts_and_writes_nothing(target: Path, data: Path, tmp_path:
     assert "s a step, about" in text
     assert "MB for the saved state" in text
     assert "GB for cached hidden states" in text
+    assert "for the hidden states, which are kept" in text
     (tmp_path / "p.txt").write_text("w2 w3\nw4\nw5\n")
     invented = config.model_copy(update={"data": None, "prompts": [tmp_path / "p.txt"]})
     train_blockwise(invented, lines.append)

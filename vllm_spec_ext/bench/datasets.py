@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Datasets of a benchmark: files of known shapes by name, prompts made here, and any other file.
 
-A question's category is the dataset's name, with the file's own category behind a slash if it has
-one, so that reports show each dataset, and each category of it.
+A question's category is the dataset's name, followed by the file's own category if it has one, so
+that reports show each dataset, and each category of it.
 """
 
 import random
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pydantic import Field
 
 from vllm_spec_ext.bench import prompts
-from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.prompts import ALL, WITHIN_DATASET, Question
 from vllm_spec_ext.config import Options
 from vllm_spec_ext.errors import SpecExtError
 
@@ -98,11 +98,16 @@ def _load(name: str, dataset: Dataset) -> list[Question]:
     if field is None:
         questions = prompts.load_lines(dataset.prompts, template=template, limit=dataset.limit)
     else:
-        questions = prompts.load(
-            dataset.prompts, field=field, template=template, limit=dataset.limit
-        )
+        try:
+            questions = prompts.load(
+                dataset.prompts, field=field, template=template, limit=dataset.limit
+            )
+        except prompts.NoFieldError as error:
+            raise SpecExtError(
+                f"{error.found}; set 'field' of the dataset {name!r} in a --config file"
+            ) from error
     return [
-        replace(q, category=name if q.category == prompts.ALL else f"{name}/{q.category}")
+        replace(q, category=name if q.category == ALL else name + WITHIN_DATASET + q.category)
         for q in questions
     ]
 
@@ -125,7 +130,8 @@ def copy_rate_questions(count: int) -> list[Question]:
         else:
             task = f"Write {_SENTENCES} sentences about something that this text does not mention."
         message = {"role": "user", "content": f"{task}\n\n{text}"}
-        questions.append(Question(i + 1, f"{COPY_RATE}/{rate:03d}%", (message,)))
+        category = f"{COPY_RATE}{WITHIN_DATASET}{rate:03d}%"
+        questions.append(Question(i + 1, category, (message,)))
     return questions
 
 

@@ -15,9 +15,19 @@ from vllm_spec_ext.errors import SpecExtError
 
 BUNDLED = "bundled"
 ALL = "all"  # category of a line that names none
+WITHIN_DATASET = " > "  # between a dataset's name and the file's own category
 PLACEHOLDER = "{text}"
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
+
+
+class NoFieldError(SpecExtError):
+    """A line lacks the field that was to hold its prompt."""
+
+    def __init__(self, found: str) -> None:
+        """Keep what was found, for those whose fields are not chosen by a flag."""
+        super().__init__(f"{found}; choose one with --field")
+        self.found = found
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ def load(source: str, *, field: str, template: str | None, limit: int | None) ->
             questions.append(parse_line(line, f"{source}, line {number}", number, field, template))
     if not questions:
         raise SpecExtError(f"{source} holds no prompts; expected one JSON object a line")
-    return _spread_evenly(questions, limit)
+    return spread_evenly(questions, limit)
 
 
 def load_lines(source: str, *, template: str | None, limit: int | None) -> list[Question]:
@@ -67,10 +77,11 @@ def load_lines(source: str, *, template: str | None, limit: int | None) -> list[
     ]
     if not questions:
         raise SpecExtError(f"{source} holds no prompts; expected one a line")
-    return _spread_evenly(questions, limit)
+    return spread_evenly(questions, limit)
 
 
-def _spread_evenly(questions: list[Question], limit: int | None) -> list[Question]:
+def spread_evenly(questions: list[Question], limit: int | None) -> list[Question]:
+    """At most ``limit`` of them, from all over the list."""
     if limit is None or limit >= len(questions):
         return questions
     return [questions[i * len(questions) // limit] for i in range(limit)]
@@ -95,9 +106,8 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
     if not isinstance(row, dict):
         raise SpecExtError(f"{where}: found {type(row).__name__}, expected an object")
     if field not in row:
-        raise SpecExtError(
-            f"{where}: no field {field!r}; found {', '.join(map(repr, row)) or 'none'}; "
-            "choose one with --field"
+        raise NoFieldError(
+            f"{where}: no field {field!r}; found {', '.join(map(repr, row)) or 'none'}"
         )
     category = row.get("category", ALL)
     if not isinstance(category, str):

@@ -37,7 +37,7 @@ def overview(result: BenchResult) -> tuple[list[str], list[Row]]:
             _spread(summary.tok_s, 1),
             _spread(summary.speed_up, 2, unit="x"),
             _number(summary.first_token_ms.median, 0),
-            _number(_token_ms(summary), 1),
+            _number(summary.token_ms.median, 1),
             _drafter_times(summary),
             _number(summary.rss_mib, 0),
             _lossless(summary, result),
@@ -174,11 +174,6 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
-
-
-def _token_ms(summary: Summary) -> float | None:
-    speed = summary.decode_tok_s.median
-    return 1000 / speed if speed else None
 
 
 def _spread(spread: Spread | None, digits: int, unit: str = "") -> str:

@@ -20,6 +20,7 @@ from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.errors import SpecExtError
 
 FORMAT = 2
+SERVED = "served"  # what a load test of running servers writes
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ def load(path: Path) -> SavedBench:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise SpecExtError(f"cannot read {str(path)!r}: {error}") from error
     version = data.get("format") if isinstance(data, dict) else None
+    if version == SERVED:
+        raise SpecExtError(
+            f"{path} is of a load test of servers (bench --serve), which wrote its table then; "
+            "reports are made of benchmarks that start their engines"
+        )
     if version != FORMAT:
         raise SpecExtError(
             f"{path}: found format {version!r}, expected {FORMAT}: a file that "

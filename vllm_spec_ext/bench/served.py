@@ -2,7 +2,8 @@
 """Load tests of running servers: vLLM's own ``vllm bench serve`` does the work, we compare.
 
 The servers take turns, pass by pass. The first one is the baseline: its answers are what the
-others' are compared with, and its throughput what theirs is divided by.
+others' are compared with, and its throughput what theirs is divided by. A server remembers prompts
+and answers (prefix cache, earlier answers), so each pass has prompts that no pass before it had.
 """
 
 import json
@@ -13,6 +14,7 @@ import tempfile
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +60,49 @@ def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass
     served_names = {name: served_model(name, url) for name, url in settings.servers.items()}
     loads = [Load(n, rate) for n in settings.batch_size for rate in settings.request_rate]
     names = list(settings.servers)
-    passes = []
+    prompts_of_pass = _shares(settings, len(loads) * settings.repeats)
+    passes: list[Pass] = []
     with tempfile.TemporaryDirectory(prefix="vllm-spec-serve-") as folder:
         prompts = Path(folder) / "prompts.jsonl"
-        rows = [{"prompt": q.opening[-1]["content"]} for q in settings.questions()]
-        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         for load in loads:
             for repeat in range(settings.repeats):
+                rows = prompts_of_pass.pop()
+                lines = [json.dumps({"prompt": text}) + "\n" for text in rows]
+                prompts.write_text("".join(lines), encoding="utf-8")
                 for name in rotated(names, repeat):
                     say(f"repeat {repeat + 1}, {_arrival(load)}: {name}")
                     out = Path(folder) / "result.json"
                     arguments = command(settings, name, load, prompts, len(rows), out)
                     _drive([*arguments, f"--served-model-name={served_names[name]}"], name)
-                    passes.append(Pass(name, load, repeat, json.loads(out.read_text())))
+                    passes.append(Pass(name, load, repeat, _result(out, name)))
     return passes
+
+
+def _shares(settings: BenchSettings, num_passes: int) -> list[list[str]]:
+    """Prompts of each pass: every so-manieth one."""
+    questions = settings.questions()
+    if any(len(question.opening) > 1 for question in questions):
+        raise SpecExtError(
+            "a prompt is a chat of several messages, which vllm bench serve cannot send; give texts"
+        )
+    if len(questions) < num_passes:
+        raise SpecExtError(
+            f"{len(questions)} prompts for {num_passes} passes (loads x repeats); servers remember "
+            "what they answered, so each pass needs prompts of its own: give more prompts, or "
+            "fewer --repeats"
+        )
+    return [
+        [question.opening[-1]["content"] for question in questions[i::num_passes]]
+        for i in range(num_passes)
+    ]
+
+
+def _result(out: Path, name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(out.read_text())
+    if not result["completed"]:
+        first = next((error for error in result["errors"] if error), "no reason given")
+        raise SpecExtError(f"server {name!r} answered none of the requests: {first}")
+    return result
 
 
 def served_model(name: str, url: str) -> str:
@@ -79,7 +110,7 @@ def served_model(name: str, url: str) -> str:
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/v1/models", timeout=10) as answer:
             return str(json.load(answer)["data"][0]["id"])
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
         raise SpecExtError(
             f"server {name!r} does not answer at {url}: {error}; start it with vllm serve, and "
             "give the URL without /v1"
@@ -125,7 +156,7 @@ def _drive(arguments: list[str], name: str) -> None:
         )
 
 
-def table(passes: Sequence[Pass]) -> tuple[list[str], list[list[str]]]:
+def table(passes: Sequence[Pass], *, greedy: bool) -> tuple[list[str], list[list[str]]]:
     """Headings and cells: medians over the repeats, and their range for the throughput."""
     baseline = passes[0].server
     groups: dict[tuple[str, Load], list[Pass]] = {}
@@ -148,9 +179,9 @@ def table(passes: Sequence[Pass]) -> tuple[list[str], list[list[str]]]:
                 _spread(ratios, 2) + "x",
                 f"{_median(results, 'median_ttft_ms'):.0f}/{_median(results, 'p99_ttft_ms'):.0f}",
                 f"{_median(results, 'median_tpot_ms'):.1f}/{_median(results, 'p99_tpot_ms'):.1f}",
-                f"{_median(results, 'spec_decode_acceptance_length'):.2f}",
+                _accepted(results),
                 str(sum(r["failed"] for r in results)),
-                _identical(group, first),
+                _identical(group, first) if greedy else "-",
             ]
         )
     return HEADINGS, rows
@@ -165,6 +196,7 @@ def _identical(group: Sequence[Pass], first: Mapping[tuple[Load, int], Mapping[s
             first[p.load, p.repeat]["generated_texts"],
             strict=True,
         )
+        if text or other  # not two failures
     ]
     return f"{sum(text == other for text, other in pairs)}/{len(pairs)}"
 
@@ -174,7 +206,13 @@ def _arrival(load: Load) -> str:
 
 
 def _median(results: Sequence[Mapping[str, Any]], key: str) -> float:
-    return Spread.of([r.get(key, 1.0) for r in results]).median
+    return Spread.of([r[key] for r in results]).median
+
+
+def _accepted(results: Sequence[Mapping[str, Any]]) -> str:
+    lengths = [r.get("spec_decode_acceptance_length") for r in results]
+    known = [length for length in lengths if length is not None]
+    return f"{Spread.of(known).median:.2f}" if known else "-"
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

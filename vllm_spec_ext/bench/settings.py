@@ -46,7 +46,7 @@ class BenchSettings(Options):
     """Send prompts as plain text, without the model's chat template."""
 
     limit: int | None = Field(default=None, ge=1)
-    """Use this many prompts, spread evenly over the file."""
+    """Use this many prompts, spread evenly over the file, or over all datasets."""
 
     datasets: dict[str, Dataset | str] = Field(default_factory=dict)
     """Datasets by name, in place of ``prompts``: a file, or its ``prompts``, ``field``,
@@ -90,12 +90,13 @@ class BenchSettings(Options):
     def questions(self) -> list[Question]:
         """The prompts to answer; raises SpecExtError."""
         if self.datasets:
-            return load(
+            questions = load(
                 {
                     name: Dataset(prompts=given) if isinstance(given, str) else given
                     for name, given in self.datasets.items()
                 }
             )
+            return prompt_files.spread_evenly(questions, self.limit)
         return prompt_files.load(
             self.prompts, field=self.field, template=self.template, limit=self.limit
         )
@@ -128,12 +129,19 @@ def merge(file: Mapping[str, Any], given: Mapping[str, Any]) -> BenchSettings:
     Raises:
         SpecExtError: An unknown key, a missing model or a value out of range.
     """
-    joined = {**file, **{name: value for name, value in given.items() if value is not None}}
+    flags = {name: value for name, value in given.items() if value is not None}
+    joined = {**file, **flags}
+    one_file = ("prompts", "field", "template")
+    if "datasets" in flags:
+        joined = {name: value for name, value in joined.items() if name not in one_file}
+        joined |= {name: flags[name] for name in one_file if name in flags}
+    elif any(name in flags for name in one_file):
+        joined.pop("datasets", None)
     if "model" not in joined:
         raise SpecExtError("no model given; pass --model NAME or set 'model' in --config")
     settings = parse_options(BenchSettings, joined, "bench")
     if settings.datasets:
-        for name in ("prompts", "field", "template", "limit"):
+        for name in one_file:
             if name in joined:
                 raise SpecExtError(
                     f"{name} belongs to the one file that datasets replace; set it in the dataset"

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from vllm_spec_ext.bench.prompts import WITHIN_DATASET
 from vllm_spec_ext.bench.records import DraftCounters, EngineRun, QuestionRecord, Run
 
 
@@ -49,6 +50,7 @@ class Summary:
     tokens_per_step_by_category: dict[str, float]
     tok_s: Spread
     decode_tok_s: Spread  # per request, from its first token on
+    token_ms: Spread  # between a request's tokens after the first
     first_token_ms: Spread
     speed_up: Spread | None  # None: no plain run to compare with
     speed_up_by_category: dict[str, float] | None  # batch 1 only
@@ -94,6 +96,17 @@ def decode_tokens_per_second(run: EngineRun) -> float:
         if tokens and seconds > 0:
             rates.append(tokens / seconds)
     return _mean(rates)
+
+
+def _seconds_per_token(run: EngineRun) -> float:
+    """Mean over questions of the time a token took after the first output; 0 if there is none."""
+    times = []
+    for record in run.questions:
+        tokens = sum(sum(turn.step_sizes[1:]) for turn in record.turns)
+        if tokens:
+            seconds = sum(turn.wall_s - turn.first_token_s for turn in record.turns)
+            times.append(seconds / tokens)
+    return _mean(times)
 
 
 def compare(expected: Sequence[int], found: Sequence[int]) -> int | None:
@@ -150,6 +163,7 @@ def _summarise(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> S
         ),
         tok_s=Spread.of([tokens_per_second(run.result, batch_size) for run in group]),
         decode_tok_s=Spread.of([decode_tokens_per_second(run.result) for run in group]),
+        token_ms=Spread.of([1000 * _seconds_per_token(run.result) for run in group]),
         first_token_ms=Spread.of([_first_token_ms(run.result) for run in group]),
         speed_up=_speed_up(group, baselines),
         speed_up_by_category=_category_speed_ups(group, baselines) if batch_size == 1 else None,
@@ -211,9 +225,9 @@ def _by_category(
 ) -> dict[str, float]:
     parts: dict[str, list[QuestionRecord]] = {}
     for record in records:
-        dataset, slash, _ = record.category.partition("/")
+        dataset, within, _ = record.category.partition(WITHIN_DATASET)
         parts.setdefault(record.category, []).append(record)
-        if slash:
+        if within:
             parts.setdefault(dataset, []).append(record)
     return {name: figure(part) for name, part in sorted(parts.items())}
 

@@ -132,14 +132,13 @@ def bench(
     from_file = read_file(config) if config else {}
     if smoke:
         from_file = {**SMOKE, **from_file}
-        if given["datasets"] or "datasets" in from_file:
-            del from_file["limit"]  # each has its own
         if model is None and "model" not in from_file:
             given["model"] = demo_model()
     settings = merge(from_file, given)
     check_writable([path for path in (json_file, markdown_file) if path is not None])
     facts = provenance.collect(sys.argv)
-    if settings.servers:
+    if settings.servers or settings.request_rate != [0.0]:
+        refuse_unused(settings, given)
         load_servers(settings, console, facts, json_file, markdown_file)
         return
     try:
@@ -156,6 +155,18 @@ def bench(
         raise typer.Exit(EXIT_FAILED)
 
 
+def refuse_unused(settings: BenchSettings, given: dict[str, Any]) -> None:
+    """What a load test of servers does not use must not look as if it did; raises SpecExtError."""
+    if not settings.servers:
+        raise SpecExtError("request_rate is for running servers; name them with --serve NAME=URL")
+    engine = ("methods", "ngram_grid", "dtype", "engine_args", "max_model_len")
+    unused = [name for name in engine if given[name] is not None]
+    if unused:
+        raise SpecExtError(
+            f"{', '.join(unused)}: running servers have their own; leave that out with --serve"
+        )
+
+
 def load_servers(
     settings: BenchSettings,
     console: Console,
@@ -169,10 +180,11 @@ def load_servers(
         console.print(text, markup=False, highlight=False)
 
     passes = served.run_passes(settings, say)
-    headings, rows = served.table(passes)
+    headings, rows = served.table(passes, greedy=settings.temperature == 0)
     report_console().print(report.rich_table("", headings, rows))
     if json_file is not None:
         whole = {
+            "format": saved.SERVED,
             "settings": settings.model_dump(mode="json"),
             "provenance": facts,
             "passes": [asdict(one) for one in passes],

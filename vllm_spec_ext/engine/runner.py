@@ -241,9 +241,11 @@ class SpecRunnerMixin:
             if row in laws:
                 rows.append(laws[row].probs.to(self.device, torch.float32))
             elif draft:
-                tokens = torch.tensor(draft, device=self.device).clamp(min=0)
+                tokens = torch.tensor(draft, device=self.device)
                 vocab_size = self.vllm_config.model_config.get_vocab_size()
-                rows.append(torch.nn.functional.one_hot(tokens, vocab_size).to(torch.float32))
+                one_hot = torch.nn.functional.one_hot(tokens.clamp(min=0), vocab_size).float()
+                # A placeholder is rejected, and what comes in its place has the target's whole law.
+                rows.append(one_hot.masked_fill_((tokens < 0)[:, None], 0.0))
         return torch.cat(rows).contiguous()
 
     def _draft_batch(self, plan: TreePlan | None) -> DraftBatch:
@@ -403,6 +405,7 @@ class SpecRunnerMixin:
             room=max(0, min(budget, num_left - 1, self.max_model_len - num_tokens - 1)),
             options=options,
             temperature=params.temperature,
+            seed=params.seed,
         )
 
     def _state_of(self, request_id: str) -> RequestState:

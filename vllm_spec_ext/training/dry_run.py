@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
 from vllm_spec_ext.training.heads_task import HeadsTask
 from vllm_spec_ext.training.hidden import cache_bytes, live_states
 from vllm_spec_ext.training.loop import duration
@@ -44,18 +45,30 @@ def dry_run(
         )
     else:
         report(f"data: {len(data)} sequences, {len(data.token_ids):,} tokens ({data.folder})")
-    task = HeadsTask(config, target, data, live_states(target))
+    dtype = next(target.model.parameters()).dtype
+    states = live_states(target)
+    once = 0.0
+    if config.cache_hidden:
+        once = _time_states(config, target, data, clock)
+
+        def states(batch: Batch) -> torch.Tensor:  # as fast as those from the disk
+            shape = (len(batch.rows), target.hidden_size)
+            return torch.randn(shape, dtype=dtype, device=target.device)
+
+    task = HeadsTask(config, target, data, states)
     seconds = _time_steps(task, clock)
     shape = task.heads_config
     heads_bytes = shape.num_parameters * (4 if config.save_dtype == "fp32" else 2)
     trained = sum(p.numel() for module in task.modules.values() for p in module.parameters())
     report(f"heads: {shape.num_heads} of width {shape.head_width}, {heads_bytes / 1e6:.2f} MB")
     report(f"steps: {task.total_steps} of {task.plan.batch_size} sequences")
-    report(f"time: {seconds:.3f} s a step, about {duration(seconds * task.total_steps)} in all")
+    if once:
+        report(f"time: about {duration(once)} for the hidden states, which are kept")
+    whole = duration(once + seconds * task.total_steps)
+    report(f"time: {seconds:.3f} s a step, about {whole} in all")
     # AdamW keeps two numbers beside each weight; the old state stays until the new is whole.
     report(f"disk: {trained * 12 * 2 / 1e6:.1f} MB for the saved state in {config.run_folder}")
     if config.cache_hidden:
-        dtype = next(target.model.parameters()).dtype
         size = cache_bytes(data, config.max_length, target.hidden_size, dtype)
         report(f"disk: {size / 1e9:.2f} GB for cached hidden states")
     if target.device.type == "cuda":
@@ -82,6 +95,24 @@ def _data(config: BlockwiseTraining, target: Target) -> tuple[TokenData, bool]:
         ),
         True,
     )
+
+
+def _time_states(
+    config: BlockwiseTraining, target: Target, data: TokenData, clock: Callable[[], float]
+) -> float:
+    """Seconds for the states of all sequences, from one batch of average ones after a warm-up."""
+    lengths = used_lengths(data, config.max_length)
+    typical = np.argsort(np.abs(lengths - lengths.mean()), kind="stable")[: config.batch_size]
+    batch = make_batch(data, typical, 1, config.max_length)
+    seconds = 0.0
+    for _ in range(2):
+        start = clock()
+        with torch.no_grad():
+            live_states(target)(batch)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+        seconds = clock() - start
+    return seconds * float(lengths.sum() / lengths[typical].sum())
 
 
 def _time_steps(task: HeadsTask, clock: Callable[[], float]) -> float:
