@@ -81,6 +81,7 @@ class BlockwiseHeads(nn.Module):
         """Build the layers in float32; ``to(dtype, device)`` as for any module."""
         super().__init__()
         self.config = config
+        self.dropout = 0.0  # of hidden units, in training only
         heads, width, size = config.num_heads, config.head_width, config.hidden_size
         fan_in = size * (2 if config.condition_on_next else 1)
         self.w_in = nn.Linear(fan_in, heads * width)
@@ -119,6 +120,8 @@ class BlockwiseHeads(nn.Module):
             # Engines disagree on scaled embeddings (Gemma), so only the direction counts.
             inputs = torch.cat([hidden, _unit_rms(next_embedding).to(hidden.dtype)], dim=-1)
         inner = torch.relu(self.w_in(inputs))
+        if self.training and self.dropout > 0.0:
+            inner = nn.functional.dropout(inner, self.dropout)
         if self.config.block_diagonal:
             per_head = inner.view(-1, heads, self.config.head_width).transpose(0, 1)
             delta = torch.bmm(per_head, self.w_out.to(inner.dtype)).transpose(0, 1)

@@ -74,6 +74,7 @@ class BatchPlan:
     max_length: int
     positions_per_sequence: int  # 0 = all
     seed: int
+    prompt_text: bool = False
 
     @property
     def batches_per_epoch(self) -> int:
@@ -92,6 +93,7 @@ class BatchPlan:
             self.max_length,
             positions_per_sequence=self.positions_per_sequence,
             random=random,
+            prompt_text=self.prompt_text,
         )
 
 
@@ -118,6 +120,7 @@ def make_batch(
     *,
     positions_per_sequence: int = 0,
     random: np.random.Generator | None = None,
+    prompt_text: bool = False,
 ) -> Batch:
     """Pad sequences and pick positions in them.
 
@@ -131,6 +134,7 @@ def make_batch(
         max_length: Tokens used of each sequence.
         positions_per_sequence: Random positions per sequence; 0 = all, in order.
         random: Source of the positions; unused for all.
+        prompt_text: Pick positions of the prompts too.
     """
     texts = [data.sequence(int(i))[:max_length] for i in chosen]
     width = max(len(text) for text in texts)
@@ -140,7 +144,8 @@ def make_batch(
     for row, (number, text) in enumerate(zip(chosen, texts, strict=True)):
         ids[row, : len(text)] = text
         mask[row, : len(text)] = 1
-        valid = np.arange(data.prompt_lengths[number] - 1, len(text) - 2)
+        first = 0 if prompt_text else data.prompt_lengths[number] - 1
+        valid = np.arange(first, len(text) - 2)
         if positions_per_sequence and random is not None and len(valid) > positions_per_sequence:
             valid = np.sort(random.choice(valid, positions_per_sequence, replace=False))
         columns.append(valid)

@@ -39,10 +39,12 @@ class HeadsTask:
             config.max_length,
             config.positions_per_sequence,
             config.seed,
+            config.prompt_text,
         )
         torch.manual_seed(config.seed)
         self.heads_config = heads_config(config, target, data)
         self.heads = BlockwiseHeads(self.heads_config).to(target.device).train()
+        self.heads.dropout = config.dropout
         if self.heads_config.draft_vocab_size is not None:
             size = self.heads_config.draft_vocab_size
             listed = frequent_tokens(data, self.split.train.tolist(), size, target.vocab_size)

@@ -127,6 +127,10 @@ class BlockwiseTraining(Options):
     """Random positions of each sequence that enter a batch's loss; 0 = all. The vocabulary
     projection is most of the cost, and neighbouring positions teach much the same."""
 
+    prompt_text: bool = False
+    """Learn from the text of the prompts too, not only from the continuations. Their hidden states
+    are computed anyway; it helps where there are few continuations."""
+
     logit_chunk: int = Field(default=2048, ge=1)
     """Positions whose logits exist at the same time; bounds memory, changes no result."""
 
@@ -141,6 +145,10 @@ class BlockwiseTraining(Options):
 
     weight_decay: float = Field(default=0.01, ge=0.0)
     """AdamW weight decay of the heads' matrices."""
+
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Part of the hidden units that are left out of a training step, against learning a small data
+    set by heart."""
 
     clip: float = Field(default=1.0, gt=0.0)
     """Largest gradient norm."""
