@@ -23,7 +23,13 @@ from vllm_spec_ext.training.distill import make_data, transformers_generator, vl
 from vllm_spec_ext.training.evaluate import HeadFigures
 from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.heads_task import HeadsTask
-from vllm_spec_ext.training.hidden import cached_states, live_states, write_cache
+from vllm_spec_ext.training.hidden import (
+    cached_states,
+    has_recorded_states,
+    live_states,
+    recorded_states,
+    write_cache,
+)
 from vllm_spec_ext.training.loop import LoopSettings, run_loop
 from vllm_spec_ext.training.provenance import provenance
 from vllm_spec_ext.training.schema import FREE_TO_CHANGE, BlockwiseTraining
@@ -74,7 +80,10 @@ def train_blockwise(config: BlockwiseTraining, report: Report = print) -> HeadFi
         target = load_target(config.model, device, dtype, frozen=not config.finetune)
     check_data(data, target)
     states = live_states(target)
-    if config.cache_hidden:
+    if config.cache_hidden and has_recorded_states(data) and not config.prompt_text:
+        report(f"hidden states: recorded with the data ({data.folder})")
+        states = recorded_states(target, data)
+    elif config.cache_hidden:
         folder = config.run_folder / "hidden"
         write_cache(
             folder, target, data, config.max_length, batch_size=config.batch_size, report=report

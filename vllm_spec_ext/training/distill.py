@@ -6,19 +6,25 @@ exact acceptance compares drafts with the target's own choice, not with a human'
 """
 
 import hashlib
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
+from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.training.prompts import read_prompts
+from vllm_spec_ext.training.record_states import METHOD, collect
 from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import (
     TokenSequence,
     open_manifest,
     read_data,
     shard_path,
+    states_path,
     write_shard,
+    write_states,
 )
 
 
@@ -104,6 +110,9 @@ def make_data(
         else:
             pairs = zip(batch, generate(batch), strict=True)
             sequences = [TokenSequence([*ids, *more], len(ids)) for ids, more in pairs]
+        states = getattr(generate, "states", None)
+        if states is not None:  # before the shard, whose presence says that all is there
+            write_states(states_path(folder, index), states)
         write_shard(shard_path(folder, index), sequences)
         new = sum(len(s.token_ids) - s.prompt_length for s in sequences)
         report(
@@ -152,6 +161,15 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
         ) from error
     length = config.max_prompt_tokens + config.max_new_tokens
     on_cpu = current_platform.is_cpu()
+    recorder: dict[str, Any] = {}
+    folder = config.data_folder / "recording"
+    if config.cache_hidden and not config.prompt_text:
+        # The engine must live in this process, where the recording method is known.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        registry.BUILTIN[METHOD] = "vllm_spec_ext.training.record_states:RecordStates"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        recorder = {"speculative_config": {"method": METHOD, "folder": str(folder)}}
     given = {"bf16": "bfloat16", "fp32": "float32", "auto": "float32" if on_cpu else "auto"}
     try:
         engine = LLM(
@@ -159,6 +177,7 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
             max_model_len=length,
             dtype=given[config.dtype],
             enforce_eager=on_cpu,  # compiling takes minutes there and gains little
+            **recorder,
         )
     except ValueError as error:  # e.g. a context shorter than that, with vLLM's own explanation
         raise SpecExtError(
@@ -169,12 +188,28 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
         temperature=config.temperature, max_tokens=config.max_new_tokens, seed=config.seed
     )
 
-    def generate(prompts: Sequence[list[int]]) -> list[list[int]]:
-        inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-        outputs = engine.generate(inputs, sampling, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+    class FromVllm:
+        """Continuations, and the states that were recorded with the last ones."""
 
-    return generate
+        states: list[Any] | None = None
+
+        def __call__(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+            inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+            outputs = engine.generate(inputs, sampling, use_tqdm=False)
+            texts = [list(output.outputs[0].token_ids) for output in outputs]
+            if recorder:
+                # Requests that ended are reported to the worker with the next step.
+                one = SamplingParams(max_tokens=1)
+                engine.generate(inputs[:1], one, use_tqdm=False)
+                self.states = [
+                    collect(folder, output.request_id, len(text))
+                    for output, text in zip(outputs, texts, strict=True)
+                ]
+                for file in folder.iterdir():  # of the requests in between
+                    file.unlink()
+            return texts
+
+    return FromVllm()
 
 
 def transformers_generator(config: BlockwiseTraining, model: Any) -> Generator:

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.training.atomic import write_bytes
 from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
-from vllm_spec_ext.training.shards import TokenData, open_manifest
+from vllm_spec_ext.training.shards import TokenData, open_manifest, states_path
 from vllm_spec_ext.training.target import Target
 
 _SEQUENCES_PER_SHARD = 256
@@ -116,6 +116,46 @@ def cached_states(folder: Path, target: Target, data: TokenData, max_length: int
         for row, number in enumerate(batch.sequences):
             picked.append(rows_of(int(number))[batch.columns[batch.rows == row]])
         return torch.cat(picked).to(target.device)
+
+    return states
+
+
+def has_recorded_states(data: TokenData) -> bool:
+    """Whether the states of all continuations were recorded with the data."""
+    shards = range(int(data.manifest.get("num_shards", 0)))
+    return bool(shards) and all(states_path(data.folder, i).is_file() for i in shards)
+
+
+def recorded_states(target: Target, data: TokenData) -> HiddenSource:
+    """Read the states that were recorded while the data was generated; files are mapped."""
+    from safetensors import SafetensorError, safe_open
+
+    per_shard = int(data.manifest["prompts_per_shard"])
+    new_tokens = np.diff(data.offsets) - data.prompt_lengths
+    files: dict[int, Any] = {}
+
+    def rows_of(number: int) -> Tensor:
+        shard, first = divmod(number, per_shard)
+        if shard not in files:
+            path = states_path(data.folder, shard)
+            try:
+                files[shard] = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise SpecExtError(
+                    f"{path} is damaged ({error}); delete all states-* files there, and they are "
+                    "computed instead"
+                ) from error
+        start = int(new_tokens[number - first : number].sum())
+        return files[shard].get_slice("hidden")[start : start + int(new_tokens[number])]
+
+    def states(batch: Batch) -> Tensor:
+        picked = []
+        for row, number in enumerate(batch.sequences):
+            # The first recorded state is that of the prompt's last token.
+            columns = batch.columns[batch.rows == row] - int(data.prompt_lengths[number]) + 1
+            picked.append(rows_of(int(number))[columns])
+        dtype = next(target.model.parameters()).dtype
+        return torch.cat(picked).to(target.device, dtype)
 
     return states
 

@@ -82,7 +82,8 @@ class BlockwiseTraining(Options):
     """Prompts generated and saved together; an interrupted generation loses at most these."""
 
     cache_hidden: bool = False
-    """Keep the target's hidden states on disk instead of computing them anew in every epoch."""
+    """Keep the target's hidden states on disk instead of computing them anew in every epoch; while
+    vLLM generates the data, they are recorded on the way."""
 
     # Heads
     num_heads: int = Field(default=4, ge=1, le=32)

@@ -25,6 +25,11 @@ def shard_path(folder: Path, index: int) -> Path:
     return folder / f"tokens-{index:05d}.safetensors"
 
 
+def states_path(folder: Path, index: int) -> Path:
+    """File of the hidden states that were recorded while a shard was generated."""
+    return folder / f"states-{index:05d}.safetensors"
+
+
 @dataclass(frozen=True)
 class TokenSequence:
     """One training text: a prompt and its continuation."""
@@ -51,6 +56,13 @@ def write_shard(path: Path, sequences: Sequence[TokenSequence]) -> None:
             }
         ),
     )
+
+
+def write_states(path: Path, states: Sequence[NDArray[np.float32]]) -> None:
+    """Write recorded states, [new tokens, hidden_size] a sequence; as :func:`write_shard`."""
+    from safetensors.numpy import save
+
+    write_bytes(path, save({"hidden": np.concatenate(states)}))
 
 
 def open_manifest(folder: Path, settings: dict[str, Any]) -> None:
