@@ -168,7 +168,7 @@ def test_input_copy_does_not_change_the_law(
 
 
 def resample_after_mismatch(
-    batch: Any, logits: Any, metadata: Any, sampler: Any, judge: Any = None
+    batch: Any, logits: Any, metadata: Any, sampler: Any, judge: Any = None, laws: Any = None
 ) -> Any:
     """The bug of reference codes: the draw that matched no child is thrown away."""
     expanded = expand_metadata(metadata, batch)
@@ -177,7 +177,7 @@ def resample_after_mismatch(
 
 
 def draw_once_per_path(
-    batch: Any, logits: Any, metadata: Any, sampler: Any, judge: Any = None
+    batch: Any, logits: Any, metadata: Any, sampler: Any, judge: Any = None, laws: Any = None
 ) -> Any:
     """The other bug: every branch is tried with a draw of its own."""
     expanded = expand_metadata(metadata, batch)
