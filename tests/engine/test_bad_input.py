@@ -58,6 +58,7 @@ def method(**options: Any) -> dict[str, Any]:
         (method(num_speculative_tokens=129), SpecExtError, "found 129, expected 1 to 128"),
         (method(num_speculative_tokens="8"), SpecExtError, "found '8', expected an integer"),
         (method(num_speculative_tokens=True), SpecExtError, "found True, expected an integer"),
+        (method(rejection_sample_method="block"), SpecExtError, "V2 model runner only"),
     ],
 )
 def test_bad_settings(
