@@ -56,6 +56,17 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **small, **more}
 
 
+def vllm_spec(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run our command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_spec_ext.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
 @cache
 def python_runs() -> dict[str, list[dict[str, str | None]]]:
     """What every Python block and offline example prints, by page or file, in one engine."""

@@ -3,14 +3,12 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 import time
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from published_runs import model_folder
+from published_runs import model_folder, vllm_spec
 
 from vllm_spec_ext.bench.engine_client import EngineClient
 from vllm_spec_ext.bench.methods import Method
@@ -34,16 +32,6 @@ def model() -> str:
     return model_folder()
 
 
-def _vllm_spec(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_spec_ext.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-
-
 @needs_plugin
 def test_bench_compares_methods_and_finds_identical_answers(model: str, tmp_path: Path) -> None:
     settings = {
@@ -57,7 +45,7 @@ def test_bench_compares_methods_and_finds_identical_answers(model: str, tmp_path
     }
     config, result = tmp_path / "bench.json", tmp_path / "result.json"
     config.write_text(json.dumps(settings))
-    done = _vllm_spec("bench", "--config", str(config), "--json", str(result))
+    done = vllm_spec("bench", "--config", str(config), "--json", str(result))
     assert done.returncode == 1, done.stderr  # the broken method
     assert "FAILED broken:" in done.stdout
     assert "\x1b[" not in done.stdout
@@ -82,7 +70,7 @@ def test_bench_compares_methods_and_finds_identical_answers(model: str, tmp_path
 
 @needs_plugin
 def test_demo_runs_without_a_terminal(model: str) -> None:
-    done = _vllm_spec("demo", "--model", model, "--num-prompts", "2", "--max-tokens", "24")
+    done = vllm_spec("demo", "--model", model, "--num-prompts", "2", "--max-tokens", "24")
     assert done.returncode == 0, done.stderr
     assert "\x1b[" not in done.stdout + done.stderr
     assert "[2/2] correction:" in done.stdout
@@ -93,7 +81,7 @@ def test_demo_runs_without_a_terminal(model: str) -> None:
 @needs_plugin
 def test_plan_measures_this_machine(model: str, tmp_path: Path) -> None:
     result = tmp_path / "plan.json"
-    done = _vllm_spec(
+    done = vllm_spec(
         *("plan", "--model", model, "--limit", "2", "--max-tokens", "24", "--dtype", "float32"),
         *("--batch-size", "1,2", "--context", "32", "--json", str(result)),
     )

@@ -3,12 +3,10 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from published_runs import model_folder
+from published_runs import model_folder, vllm_spec
 
 from vllm_spec_ext.cli.demo_heads import demo_heads
 
@@ -38,16 +36,7 @@ def test_chain_and_tree_raise_tokens_per_step_and_change_no_answer(tmp_path: Pat
     }
     config, result = tmp_path / "bench.json", tmp_path / "result.json"
     config.write_text(json.dumps(settings))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "vllm_spec_ext.cli.main", "bench"),
-            *("--config", str(config), "--json", str(result)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = vllm_spec("bench", "--config", str(config), "--json", str(result))
     assert done.returncode == 0, done.stderr  # float32: every answer identical
     rows = {row["method"]: row for row in json.loads(result.read_text())["summaries"]}
     assert rows["chain"]["tokens_per_step"] > 1.3

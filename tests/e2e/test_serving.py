@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published_runs import model_folder
+from published_runs import model_folder, vllm_spec
 
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.cache_folder import cache_folder
@@ -245,16 +245,10 @@ def test_source_text_that_is_not_in_the_prompt(server: str) -> None:
 def test_bench_loads_a_running_server(server: str, model: str, tmp_path: Path) -> None:
     pytest.importorskip("pandas", reason="vllm bench serve needs it")
     out = tmp_path / "served.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "vllm_spec_ext.cli.main", "bench", "--model", model),
-            *("--serve", f"one={server}", "--serve", f"two={server}/", "--dataset", "copy_rate:3"),
-            *("--max-tokens", "12", "--repeats", "1", "--batch-size", "2", "--json", str(out)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    done = vllm_spec(
+        *("bench", "--model", model, "--serve", f"one={server}", "--serve", f"two={server}/"),
+        *("--dataset", "copy_rate:3", "--max-tokens", "12", "--repeats", "1"),
+        *("--batch-size", "2", "--json", str(out)),
     )
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "3/3" in line]
@@ -266,16 +260,9 @@ def test_bench_loads_a_running_server(server: str, model: str, tmp_path: Path) -
 
 
 def test_our_serve_command_prints_what_it_would_run(model: str) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "vllm_spec_ext.cli.main", "serve", model),
-            *("--method", "input_copy", "--num-speculative-tokens", "6", "--dry-run"),
-            *("--", *SERVER_ARGUMENTS),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    done = vllm_spec(
+        *("serve", model, "--method", "input_copy", "--num-speculative-tokens", "6", "--dry-run"),
+        *("--", *SERVER_ARGUMENTS),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"vllm serve {model} --speculative-config ")

@@ -79,7 +79,7 @@ def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass
 
 
 def _shares(settings: BenchSettings, num_passes: int) -> list[list[str]]:
-    """Prompts of each pass: every so-manieth one."""
+    """Prompts of each pass: every n-th one, so that all passes get all kinds."""
     questions = settings.questions()
     if any(len(question.opening) > 1 for question in questions):
         raise SpecExtError(

@@ -7,7 +7,7 @@ tokens over the wall time of the pass. A speed-up compares means, within one rep
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_spec_ext.bench.prompts import WITHIN_DATASET
@@ -89,24 +89,20 @@ def tokens_per_second(run: EngineRun, batch_size: int) -> float:
 
 def decode_tokens_per_second(run: EngineRun) -> float:
     """Mean over questions of the speed after the first output; 0 if none has more than that."""
-    rates = []
-    for record in run.questions:
-        tokens = sum(sum(turn.step_sizes[1:]) for turn in record.turns)
-        seconds = sum(turn.wall_s - turn.first_token_s for turn in record.turns)
-        if tokens and seconds > 0:
-            rates.append(tokens / seconds)
-    return _mean(rates)
+    return _mean(tokens / seconds for tokens, seconds in _after_first_output(run) if seconds > 0)
 
 
 def _seconds_per_token(run: EngineRun) -> float:
     """Mean over questions of the time a token took after the first output; 0 if there is none."""
-    times = []
+    return _mean(seconds / tokens for tokens, seconds in _after_first_output(run))
+
+
+def _after_first_output(run: EngineRun) -> Iterator[tuple[int, float]]:
+    """Tokens and seconds of each question that has tokens after its first outputs."""
     for record in run.questions:
         tokens = sum(sum(turn.step_sizes[1:]) for turn in record.turns)
         if tokens:
-            seconds = sum(turn.wall_s - turn.first_token_s for turn in record.turns)
-            times.append(seconds / tokens)
-    return _mean(times)
+            yield tokens, sum(turn.wall_s - turn.first_token_s for turn in record.turns)
 
 
 def compare(expected: Sequence[int], found: Sequence[int]) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_spec_ext.errors import SpecExtError
@@ -94,30 +95,14 @@ def write_cache(
 
 def cached_states(folder: Path, target: Target, data: TokenData, max_length: int) -> HiddenSource:
     """Read states that :func:`write_cache` wrote; files are mapped, not loaded."""
-    from safetensors import SafetensorError, safe_open
-
-    lengths = used_lengths(data, max_length)
-    files: dict[int, Any] = {}
-
-    def rows_of(number: int) -> Tensor:
-        shard, first = divmod(number, _SEQUENCES_PER_SHARD)
-        if shard not in files:
-            try:
-                files[shard] = safe_open(str(_path(folder, shard)), framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise SpecExtError(
-                    f"{_path(folder, shard)} is damaged ({error}); delete it and run again"
-                ) from error
-        start = int(lengths[number - first : number].sum())
-        return files[shard].get_slice("hidden")[start : start + int(lengths[number])]
-
-    def states(batch: Batch) -> Tensor:
-        picked = []
-        for row, number in enumerate(batch.sequences):
-            picked.append(rows_of(int(number))[batch.columns[batch.rows == row]])
-        return torch.cat(picked).to(target.device)
-
-    return states
+    return _stored_states(
+        target,
+        lambda shard: _path(folder, shard),
+        _SEQUENCES_PER_SHARD,
+        used_lengths(data, max_length),
+        np.zeros(len(data), np.int64),
+        "delete it and run again",
+    )
 
 
 def has_recorded_states(data: TokenData) -> bool:
@@ -128,33 +113,44 @@ def has_recorded_states(data: TokenData) -> bool:
 
 def recorded_states(target: Target, data: TokenData) -> HiddenSource:
     """Read the states that were recorded while the data was generated; files are mapped."""
+    return _stored_states(
+        target,
+        lambda shard: states_path(data.folder, shard),
+        int(data.manifest["prompts_per_shard"]),
+        np.diff(data.offsets) - data.prompt_lengths,
+        data.prompt_lengths - 1,  # the first recorded state is that of the prompt's last token
+        "delete all states-* files there, and they are computed instead",
+    )
+
+
+def _stored_states(
+    target: Target,
+    path_of: Callable[[int], Path],
+    per_shard: int,  # sequences in a file
+    sizes: NDArray[np.integer[Any]],  # [num_sequences] rows of each sequence
+    first_columns: NDArray[np.integer[Any]],  # [num_sequences] position of its first row
+    advice: str,
+) -> HiddenSource:
     from safetensors import SafetensorError, safe_open
 
-    per_shard = int(data.manifest["prompts_per_shard"])
-    new_tokens = np.diff(data.offsets) - data.prompt_lengths
+    dtype = next(target.model.parameters()).dtype
     files: dict[int, Any] = {}
 
     def rows_of(number: int) -> Tensor:
         shard, first = divmod(number, per_shard)
         if shard not in files:
-            path = states_path(data.folder, shard)
             try:
-                files[shard] = safe_open(str(path), framework="pt")
+                files[shard] = safe_open(str(path_of(shard)), framework="pt")
             except (SafetensorError, OSError) as error:
-                raise SpecExtError(
-                    f"{path} is damaged ({error}); delete all states-* files there, and they are "
-                    "computed instead"
-                ) from error
-        start = int(new_tokens[number - first : number].sum())
-        return files[shard].get_slice("hidden")[start : start + int(new_tokens[number])]
+                raise SpecExtError(f"{path_of(shard)} is damaged ({error}); {advice}") from error
+        start = int(sizes[number - first : number].sum())
+        return files[shard].get_slice("hidden")[start : start + int(sizes[number])]
 
     def states(batch: Batch) -> Tensor:
         picked = []
         for row, number in enumerate(batch.sequences):
-            # The first recorded state is that of the prompt's last token.
-            columns = batch.columns[batch.rows == row] - int(data.prompt_lengths[number]) + 1
+            columns = batch.columns[batch.rows == row] - int(first_columns[number])
             picked.append(rows_of(int(number))[columns])
-        dtype = next(target.model.parameters()).dtype
         return torch.cat(picked).to(target.device, dtype)
 
     return states
