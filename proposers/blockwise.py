@@ -30,12 +30,14 @@ from vllm_spec_ext.proposers.base import (
     StepOutcome,
     proposer,
 )
+from vllm_spec_ext.proposers.copied_tokens import copied_tokens
+from vllm_spec_ext.proposers.occurrence_index import OccurrenceIndex
 from vllm_spec_ext.proposers.worth import Worth
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads
+    from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, TokensSeen
 
 # Not a seed that an engine or a request has: the same noise in draft and target would make the
 # target agree with what it never drew.
@@ -64,6 +66,7 @@ class Blockwise(BaseProposer):
         self._heads: BlockwiseHeads | None = None
         self._target: Any = None
         self._worth = Worth()
+        self._texts: dict[str, OccurrenceIndex] = {}  # of unfinished requests, with copy_match
 
     def start(self, engine: EngineHandle) -> None:
         """Load the heads onto the target's device and check that they belong to it.
@@ -90,10 +93,11 @@ class Blockwise(BaseProposer):
             # A tree's budget counts nodes, so there it does not bound the depth.
             num_draft_tokens=None if self._options.tree else engine.num_speculative_tokens,
         )
-        if config.condition_on_next and not hasattr(engine.target, "embed_input_ids"):
+        embedding = config.condition_on_next or config.copy_match
+        if embedding and not hasattr(engine.target, "embed_input_ids"):
             raise SpecExtError(
-                f"the heads in {self._options.model} use the next token's embedding, but "
-                f"{engine.model} offers no embed_input_ids(); train with --no-condition-on-next"
+                f"the heads in {self._options.model} use embeddings of tokens, but {engine.model} "
+                "offers no embed_input_ids(); train with --no-condition-on-next --copy-match 0"
             )
         self._target = engine.target
         self._heads = heads if engine.device is None else heads.to(engine.device)
@@ -138,9 +142,10 @@ class Blockwise(BaseProposer):
             self._worth.verified(outcome.request_id, outcome.num_accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
-        """Forget the outcomes that will not come."""
+        """Forget the outcomes that will not come, and the texts."""
         for request_id in request_ids:
             self._worth.forget(request_id)
+            self._texts.pop(request_id, None)
 
     def _confidence(self, min_probability: float | None) -> float:
         """Least path probability of a node that is drafted; 0 drafts all."""
@@ -160,15 +165,35 @@ class Blockwise(BaseProposer):
             heads.to(device=hidden.device, dtype=hidden.dtype)
         if len(rows) < len(step.requests):
             hidden = hidden[torch.tensor(rows).to(hidden.device)]
-        embedding = None
-        if config.condition_on_next:
-            last = torch.tensor([int(step.requests[row].token_ids[-1]) for row in rows])
-            embedding = self._target.embed_input_ids(last.to(hidden.device))
+        seen = self._seen([step.requests[row] for row in rows], hidden.device)
         # The vocabulary projection is most of the cost: leave out heads no request has room for.
         depth = min(config.num_heads, max(step.requests[row].room for row in rows))
-        states = heads(hidden, embedding)[:, :depth]
+        states = heads(hidden, seen, self._embed)[:, :depth]
         logits = self._logits(states.reshape(-1, config.hidden_size))
         return None if logits is None else logits.unflatten(0, (len(rows), depth))
+
+    def _embed(self, token_ids: "torch.Tensor") -> "torch.Tensor":
+        embedded: torch.Tensor = self._target.embed_input_ids(token_ids)
+        return embedded
+
+    def _seen(self, requests: Sequence[RequestStep], device: "torch.device") -> "TokensSeen":
+        """Tokens that the heads see, the copied ones only if these heads do."""
+        import torch
+
+        from vllm_spec_ext.proposers.blockwise_heads import TokensSeen
+
+        config = cast("BlockwiseHeads", self._heads).config
+        following = torch.tensor([int(request.token_ids[-1]) for request in requests])
+        if not config.copy_match:
+            return TokensSeen(following.to(device))
+        found = []
+        for request in requests:
+            text = self._texts.setdefault(request.request_id, OccurrenceIndex())
+            text.append(request.token_ids[len(text) :])
+            found.append(copied_tokens(text, config.copy_match, config.num_heads))
+        copied = torch.from_numpy(np.stack([copy.tokens for copy in found]).astype(np.int64))
+        lengths = torch.tensor([copy.length for copy in found])
+        return TokensSeen(following.to(device), copied.to(device), lengths.to(device))
 
     def _candidates(
         self, logits: "torch.Tensor", need_probs: bool

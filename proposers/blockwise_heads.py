@@ -5,18 +5,20 @@ Stern et al. 2018, sec. 4: one feed-forward layer between the decoder's output a
 projection, with a hidden layer of width ``k * d_h``, an output of ``k * d_model``, a residual from
 its input to each of the k outputs, and the model's *own* projection for all of them.
 
-Two deviations, both on purpose. The paper's first head p_1 is the model itself here (identity),
-so the target is untouched and only the other ``num_heads = k - 1`` heads have weights. And a head
-may also see the embedding of the next token (``condition_on_next``), which the hidden state does
-not know when that token was sampled.
+Three deviations, on purpose. The paper's first head p_1 is the model itself here (identity), so the
+target is untouched and only the other ``num_heads = k - 1`` heads have weights. A head may also see
+the embedding of the next token (``condition_on_next``), which the hidden state does not know when
+that token was sampled. And it may see what followed when the end of the text occurred before
+(``copy_match``), which no hidden state of a small model holds.
 
 Torch only: neither vLLM nor the trainer is imported.
 """
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -51,6 +53,9 @@ class HeadsConfig(BaseModel):
     """Each head has a private hidden layer, not all one of num_heads * head_width."""
     condition_on_next: bool = False
     """Heads see the embedding of the token right after the hidden state's position."""
+    copy_match: int = Field(default=0, ge=0, le=64)
+    """Heads see the tokens that followed the latest place where the end of the text occurred
+    before, compared over up to this many tokens; 0 = they do not."""
     draft_vocab_size: int | None = Field(default=None, ge=1)
     """Tokens that the heads can draft, listed in the weights as ``draft_vocab``; None = all."""
     training: dict[str, Any] = Field(default_factory=dict)
@@ -65,9 +70,25 @@ class HeadsConfig(BaseModel):
     def num_parameters(self) -> int:
         """Weights and biases of all heads."""
         inner = self.num_heads * self.head_width
-        fan_in = self.hidden_size * (2 if self.condition_on_next else 1)
         fan_out = self.hidden_size * (1 if self.block_diagonal else self.num_heads)
-        return inner * (fan_in + 1 + fan_out) + self.num_heads * self.hidden_size
+        total = inner * (self.fan_in + 1 + fan_out) + self.num_heads * self.hidden_size
+        if self.copy_match:
+            per_length = (self.copy_match + 1) * (inner + self.num_heads)
+            total += per_length + inner + self.num_heads * self.hidden_size
+        return total
+
+    @property
+    def fan_in(self) -> int:
+        """Numbers that the hidden layer sees."""
+        return self.hidden_size * (1 + self.condition_on_next + bool(self.copy_match))
+
+
+class TokensSeen(NamedTuple):
+    """Token ids that heads see beside the hidden state, int64."""
+
+    following: Tensor  # [n] the target's own next token
+    copied: Tensor | None = None  # [n, num_heads] what followed at an earlier place, if copy_match
+    copied_length: Tensor | None = None  # [n] tokens that agree with that place; 0 = none found
 
 
 class BlockwiseHeads(nn.Module):
@@ -83,8 +104,7 @@ class BlockwiseHeads(nn.Module):
         self.config = config
         self.dropout = 0.0  # of hidden units, in training only
         heads, width, size = config.num_heads, config.head_width, config.hidden_size
-        fan_in = size * (2 if config.condition_on_next else 1)
-        self.w_in = nn.Linear(fan_in, heads * width)
+        self.w_in = nn.Linear(config.fan_in, heads * width)
         nn.init.kaiming_uniform_(self.w_in.weight, nonlinearity="relu")
         nn.init.zeros_(self.w_in.bias)
         if config.block_diagonal:
@@ -92,6 +112,13 @@ class BlockwiseHeads(nn.Module):
         else:
             self.w_out = nn.Parameter(torch.zeros(heads * width, heads * size))
         self.b_out = nn.Parameter(torch.zeros(heads * size))
+        if config.copy_match:
+            lengths = config.copy_match + 1
+            self.copy_bias = nn.Parameter(torch.zeros(lengths, heads * width))
+            # How strongly each head's copied token is added: by match length, and by hidden units.
+            self.copy_trust = nn.Parameter(torch.zeros(lengths, heads))
+            self.copy_weight = nn.Parameter(torch.zeros(heads, width))
+            self.copy_scale = nn.Parameter(torch.ones(heads, size))
         self.draft_vocab: Tensor | None
         listed = config.draft_vocab_size
         # [draft_vocab_size] int32 token ids, ascending
@@ -102,36 +129,54 @@ class BlockwiseHeads(nn.Module):
     def forward(
         self,
         hidden: Tensor,  # [n, hidden_size] the target's final hidden states, after the last norm
-        next_embedding: Tensor | None = None,  # [n, hidden_size] if condition_on_next
+        seen: TokensSeen | None = None,  # needed with condition_on_next or copy_match
+        embed: Callable[[Tensor], Tensor] | None = None,  # the target's, ids [m] -> [m, size]
     ) -> Tensor:
         """States for the target's own vocabulary projection.
 
         Returns:
             [n, num_heads, hidden_size]: projecting row ``[:, i]`` gives the logits of the token
             ``i + 2`` positions after the hidden state's.
+
+        Raises:
+            ValueError: Tokens that these heads must see are missing.
         """
-        heads, size = self.config.num_heads, self.config.hidden_size
-        inputs = hidden
-        if self.config.condition_on_next:
-            if next_embedding is None:
-                raise ValueError(
-                    "these heads are conditioned on the next token; its embedding is missing"
-                )
-            # Engines disagree on scaled embeddings (Gemma), so only the direction counts.
-            inputs = torch.cat([hidden, _unit_rms(next_embedding).to(hidden.dtype)], dim=-1)
-        inner = torch.relu(self.w_in(inputs))
+        config = self.config
+        heads, size = config.num_heads, config.hidden_size
+        inputs, copied, lengths = [hidden], None, None
+        if config.condition_on_next:
+            if seen is None or embed is None:
+                raise ValueError("these heads are conditioned on the next token; it is missing")
+            inputs.append(_unit_rms(embed(seen.following)).to(hidden.dtype))
+        if config.copy_match:
+            if seen is None or embed is None or seen.copied is None or seen.copied_length is None:
+                raise ValueError("these heads are shown copied tokens; they are missing")
+            lengths = seen.copied_length
+            copied = _unit_rms(embed(seen.copied.flatten())).view(-1, heads, size)
+            copied = (copied * (lengths > 0)[:, None, None]).to(hidden.dtype)
+            inputs.append(copied[:, 0])
+        before = self.w_in(torch.cat(inputs, dim=-1))
+        if lengths is not None:
+            before = before + self.copy_bias[lengths].to(before.dtype)
+        inner = torch.relu(before)
         if self.training and self.dropout > 0.0:
             inner = nn.functional.dropout(inner, self.dropout)
-        if self.config.block_diagonal:
-            per_head = inner.view(-1, heads, self.config.head_width).transpose(0, 1)
+        if config.block_diagonal:
+            per_head = inner.view(-1, heads, config.head_width).transpose(0, 1)
             delta = torch.bmm(per_head, self.w_out.to(inner.dtype)).transpose(0, 1)
         else:
             delta = (inner @ self.w_out.to(inner.dtype)).view(-1, heads, size)
         delta = delta + self.b_out.to(inner.dtype).view(heads, size)
+        if copied is not None and lengths is not None:
+            units = inner.view(-1, heads, config.head_width)
+            trust = (units * self.copy_weight.to(inner.dtype)).sum(-1)
+            trust = trust + self.copy_trust[lengths].to(inner.dtype)
+            delta = delta + trust.unsqueeze(-1) * self.copy_scale.to(inner.dtype) * copied
         return hidden.unsqueeze(1) + delta
 
 
 def _unit_rms(x: Tensor) -> Tensor:
+    # Engines disagree on scaled embeddings (Gemma), so only the direction counts.
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-12)
 

@@ -9,22 +9,13 @@ sum of the nodes' path probabilities; and they are always a tree, because a pare
 likely than its child.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-try:
-    from numba import njit
-except ImportError:  # measuring heads on a bare training machine: the same code, interpreted
-
-    def njit(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
-        """Leave the function as it is."""
-        return lambda function: function
+from vllm_spec_ext.proposers.compiled import kernel
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def best_tree(
     log_probs: NDArray[np.float32],  # [num_heads, candidates] float32, each row descending
     budget: int,
@@ -46,7 +37,7 @@ def best_tree(
     return _depth_first(nodes)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def path_log_probs(
     log_probs: NDArray[np.float32],
     depths: NDArray[np.int32],
@@ -61,7 +52,7 @@ def path_log_probs(
     return paths
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _best_first(
     log_probs: NDArray[np.float32], budget: int, min_log_prob: float
 ) -> NDArray[np.int32]:
@@ -101,7 +92,7 @@ def _best_first(
     return nodes
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _depth_first(
     nodes: NDArray[np.int32],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:

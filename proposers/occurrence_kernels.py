@@ -8,14 +8,15 @@ index is built, which is after the worker has started.
 """
 
 import numpy as np
-from numba import njit
+
+from vllm_spec_ext.proposers.compiled import kernel
 
 NO_POSITION = -1
 EMPTY_KEY = np.int64(-1)
 _HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _slot(keys, key):  # type: ignore[no-untyped-def]
     """Slot of a key, or the free slot where it belongs. keys: [power of two] int64."""
     mask = keys.size - 1
@@ -26,7 +27,7 @@ def _slot(keys, key):  # type: ignore[no-untyped-def]
     return slot
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def link(tokens, start, end, previous, keys, heads):  # type: ignore[no-untyped-def]
     """Link positions [start, end): row 0 of the tables by token, row 1 by pair of tokens."""
     for i in range(start, end):
@@ -45,7 +46,7 @@ def link(tokens, start, end, previous, keys, heads):  # type: ignore[no-untyped-
             heads[order, slot] = i
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def longest(  # type: ignore[no-untyped-def]
     suffix, tokens, end, previous, keys, heads, max_ngram, hint, need_all
 ):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import check_fingerprint
-from vllm_spec_ext.proposers.adaptive_ngram.jit import kernel
+from vllm_spec_ext.proposers.compiled import kernel
 
 WAYS = 4
 SUCCESSORS = 8

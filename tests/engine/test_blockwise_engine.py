@@ -18,8 +18,10 @@ from vllm_spec_ext.training.checkpoint import save_heads
 from vllm_spec_ext.training.evaluate import HeadFigures
 
 
-def save_random_heads(folder: Path, draft_vocab: list[int] | None = None) -> Path:
-    """Untrained heads: they repeat the target's own next token, or guess wrongly."""
+def save_random_heads(
+    folder: Path, draft_vocab: list[int] | None = None, copy_match: int = 0
+) -> Path:
+    """Untrained heads: they repeat the target's own next token, copy, or guess wrongly."""
     config = HeadsConfig.model_validate(
         {
             "target": "tiny",
@@ -28,6 +30,8 @@ def save_random_heads(folder: Path, draft_vocab: list[int] | None = None) -> Pat
             "num_heads": 3,
             "head_width": 16,
             "draft_vocab_size": len(draft_vocab) if draft_vocab else None,
+            "condition_on_next": copy_match > 0,
+            "copy_match": copy_match,
         }
     )
     module = BlockwiseHeads(config)
@@ -35,6 +39,8 @@ def save_random_heads(folder: Path, draft_vocab: list[int] | None = None) -> Pat
         module.draft_vocab = torch.tensor(draft_vocab, dtype=torch.int32)
     torch.manual_seed(3)
     torch.nn.init.normal_(module.w_out, std=0.3)
+    if copy_match:
+        module.copy_trust.data[1:] = 3.0
     accuracy = [dict.fromkeys(("top1", "top2", "top3", "top5"), 0.0)] * 3
     save_heads(folder, config, module, "fp32", HeadFigures(1, 1, 1.0, accuracy, 1.0, 1.0, 8, 1.0))
     return folder
@@ -45,13 +51,21 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_heads(tmp_path_factory.mktemp("heads") / "heads")
 
 
+@pytest.fixture(scope="module")
+def copying_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_heads(tmp_path_factory.mktemp("heads") / "copying", copy_match=4)
+
+
+@pytest.mark.parametrize("kind", ["heads", "copying_heads"])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", ["mixed_lengths", "penalties", "logprobs", "max_model_len"])
-def test_same_tokens(name: str, tree: bool, heads: Path, make_engine: Any) -> None:
+def test_same_tokens(
+    name: str, tree: bool, kind: str, make_engine: Any, request: pytest.FixtureRequest
+) -> None:
     expected = tokens(run(make_engine(), SCENARIOS[name]))
     config = {
         "method": "blockwise",
-        "model": str(heads),
+        "model": str(request.getfixturevalue(kind)),
         "tree": tree,
         "num_speculative_tokens": 8 if tree else 3,
     }

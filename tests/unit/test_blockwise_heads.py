@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig, load_heads
+from vllm_spec_ext.proposers.blockwise_heads import (
+    BlockwiseHeads,
+    HeadsConfig,
+    TokensSeen,
+    load_heads,
+)
 from vllm_spec_ext.training.checkpoint import default_head_width, push_to_hub, save_heads
 from vllm_spec_ext.training.evaluate import HeadFigures
 
@@ -37,6 +42,24 @@ def make_config(**changes: object) -> HeadsConfig:
     return HeadsConfig.model_validate({**facts, **changes})
 
 
+EMBEDDING = torch.randn(40, 16, generator=torch.Generator().manual_seed(5))
+
+
+def embed(token_ids: torch.Tensor) -> torch.Tensor:
+    """The target's embedding."""
+    return EMBEDDING[token_ids]
+
+
+def seen(num_positions: int, num_heads: int = 3) -> TokensSeen:
+    """Random tokens; the first position has no earlier place."""
+    draw = torch.Generator().manual_seed(6)
+    return TokensSeen(
+        torch.randint(40, (num_positions,), generator=draw),
+        torch.randint(40, (num_positions, num_heads), generator=draw),
+        torch.arange(num_positions),
+    )
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A saved heads folder with non-zero weights."""
@@ -49,13 +72,16 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("block_diagonal", [False, True])
 @pytest.mark.parametrize("conditioned", [False, True])
+@pytest.mark.parametrize("copy_match", [0, 4])
 def test_untrained_heads_predict_what_the_target_predicts(
-    block_diagonal: bool, conditioned: bool
+    block_diagonal: bool, conditioned: bool, copy_match: int
 ) -> None:
-    config = make_config(block_diagonal=block_diagonal, condition_on_next=conditioned)
+    config = make_config(
+        block_diagonal=block_diagonal, condition_on_next=conditioned, copy_match=copy_match
+    )
     heads = BlockwiseHeads(config)
-    hidden, embedding = torch.randn(5, 16), torch.randn(5, 16)
-    out = heads(hidden, embedding if conditioned else None)
+    hidden = torch.randn(5, 16)
+    out = heads(hidden, seen(5), embed)
     assert out.shape == (5, 3, 16)
     assert torch.equal(out, hidden.unsqueeze(1).expand(5, 3, 16))
     assert sum(p.numel() for p in heads.parameters()) == config.num_parameters
@@ -74,30 +100,52 @@ def test_block_diagonal_heads_do_not_see_each_other() -> None:
     assert torch.allclose(before[:, 1:], after[:, 1:])
 
 
-def test_conditioned_heads_ignore_the_scale_of_the_embedding() -> None:
-    heads = BlockwiseHeads(make_config(condition_on_next=True))
+@pytest.mark.parametrize("shown", ["condition_on_next", "copy_match"])
+def test_heads_ignore_the_scale_of_embeddings(shown: str) -> None:
+    heads = BlockwiseHeads(make_config(**{shown: 1}))
     torch.nn.init.normal_(heads.w_out)
-    hidden, embedding = torch.randn(4, 16), torch.randn(4, 16)
-    assert torch.allclose(heads(hidden, embedding), heads(hidden, 24 * embedding), atol=1e-4)
-    with pytest.raises(ValueError, match="embedding is missing"):
+    hidden = torch.randn(2, 16)
+
+    def scaled(token_ids: torch.Tensor) -> torch.Tensor:
+        return 24 * embed(token_ids)
+
+    assert torch.allclose(heads(hidden, seen(2), embed), heads(hidden, seen(2), scaled), atol=1e-4)
+    with pytest.raises(ValueError, match="missing"):
         heads(hidden)
+
+
+@pytest.mark.parametrize("block_diagonal", [False, True])
+def test_trusted_copies_are_drafted_where_there_are_any(block_diagonal: bool) -> None:
+    heads = BlockwiseHeads(make_config(copy_match=4, block_diagonal=block_diagonal))
+    with torch.no_grad():
+        heads.copy_trust[:] = 100.0
+    tokens = seen(5)
+    hidden = torch.randn(5, 16)
+    logits = heads(hidden, tokens, embed) @ (EMBEDDING / EMBEDDING.norm(dim=1, keepdim=True)).T
+    assert tokens.copied is not None
+    assert torch.equal(logits.argmax(-1)[1:], tokens.copied[1:])
+    assert torch.equal(heads(hidden, tokens, embed)[0], hidden[:1].expand(3, 16))
 
 
 @pytest.mark.parametrize("num_heads", [2, 4, 6, 8])
 @pytest.mark.parametrize("conditioned", [False, True])
+@pytest.mark.parametrize("copying", [False, True])
 @pytest.mark.parametrize("dense", [False, True])
-def test_default_width_keeps_smollm2_heads_under_8_mb(
-    num_heads: int, conditioned: bool, dense: bool
+def test_default_width_keeps_smollm2_heads_at_about_8_mb(
+    num_heads: int, conditioned: bool, copying: bool, dense: bool
 ) -> None:
-    width = default_head_width(576, num_heads, dense=dense, conditioned=conditioned)
+    width = default_head_width(
+        576, num_heads, dense=dense, conditioned=conditioned, copying=copying
+    )
     config = make_config(
         hidden_size=576,
         num_heads=num_heads,
         head_width=width,
         block_diagonal=not dense,
         condition_on_next=conditioned,
+        copy_match=8 if copying else 0,
     )
-    assert 7_000_000 < config.num_parameters * 2 < 7_990_000
+    assert 6_000_000 < config.num_parameters * 2 < 8_030_000
 
 
 def test_round_trip(folder: Path) -> None:

@@ -22,7 +22,7 @@ from vllm_spec_ext.proposers.base import (
     StepOutcome,
 )
 from vllm_spec_ext.proposers.blockwise import Blockwise
-from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig
+from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig, TokensSeen
 from vllm_spec_ext.training.checkpoint import save_heads
 from vllm_spec_ext.training.evaluate import HeadFigures
 
@@ -73,10 +73,15 @@ def save(folder: Path, listed: Tensor | None = None, **changes: Any) -> tuple[Pa
     heads = BlockwiseHeads(config)
     nn.init.normal_(heads.w_out)
     heads.draft_vocab = listed
+    save_again(folder, heads)
+    return folder, heads
+
+
+def save_again(folder: Path, heads: BlockwiseHeads) -> None:
+    """Write these heads with invented figures."""
     accuracy = [dict.fromkeys(("top1", "top2", "top3", "top5"), 0.5)] * HEADS
     figures = HeadFigures(1, 1, 1.0, accuracy, 1.5, 1.5, 8, 1.6)
-    save_heads(folder, config, heads, "fp32", figures)
-    return folder, heads
+    save_heads(folder, heads.config, heads, "fp32", figures)
 
 
 def start(
@@ -125,8 +130,8 @@ def test_chain_is_each_heads_best_token(
     proposer = start(target, folder)
     hidden = torch.randn(4, SIZE)
     drafts = proposer.propose(step(hidden, [3, 0, 2, 9], last=7))
-    embedding = target.embed(torch.full((4,), 7)) if conditioned else None
-    expected = target.lm_head(heads(hidden, embedding)).argmax(-1).numpy()
+    seen = TokensSeen(torch.full((4,), 7))
+    expected = target.lm_head(heads(hidden, seen, target.embed)).argmax(-1).numpy()
     assert [len(d) for d in drafts] == [3, 0, 2, 3]
     for row in (0, 2, 3):
         assert drafts[row].tokens.dtype == np.int32
@@ -135,6 +140,32 @@ def test_chain_is_each_heads_best_token(
     assert target.calls == 1
     assert proposer.propose(step(hidden, [0, 0, 0, 0])) == [drafts[1]] * 4
     assert target.calls == 1
+
+
+def test_heads_see_what_followed_earlier(tmp_path: Path) -> None:
+    """Trained to trust copies, heads draft them; each request has a text of its own that grows."""
+    target = StandInTarget()
+    folder, heads = save(tmp_path, copy_match=4)
+    with torch.no_grad():
+        heads.copy_trust[1:] = 50.0
+        target.lm_head.weight[:] = target.embed.weight / target.embed.weight.norm(dim=1)[:, None]
+    save_again(folder, heads)
+    proposer = start(target, folder)
+
+    def drafts(*texts: list[int]) -> list[list[int]]:
+        requests = [
+            RequestStep(f"r{i}", np.array(text, np.int32), 2, text[-1:], 3)
+            for i, text in enumerate(texts)
+        ]
+        context = StepContext(requests, torch.zeros(len(texts), SIZE))
+        return [draft.tokens.tolist() for draft in proposer.propose(context)]
+
+    first, second = drafts([1, 2, 3, 4, 5, 1], [5, 6, 7, 8, 5])
+    assert (first, second) == ([2, 3, 4], [6, 7, 8])
+    first, second = drafts([1, 2, 3, 4, 5, 1, 2, 3], [5, 6, 7, 8, 5, 9, 5])
+    assert (first, second) == ([4, 5, 1], [9, 5, 9])
+    proposer.finish(["r0", "r1"])  # the same names may come back for other texts
+    assert drafts([9, 8, 7, 9]) == [[8, 7, 9]]
 
 
 @pytest.mark.parametrize("plain_projection", [True, False])

@@ -4,6 +4,7 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from vllm_spec_ext.training.shards import (
     open_manifest,
     read_data,
     shard_path,
+    states_path,
     write_shard,
+    write_states,
 )
 
 VOCAB = 48
@@ -82,7 +85,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         while len(text) < 24:
             text.append(2 + (text[-1] * 5 + 7) % (VOCAB - 2))
         sequences.append(TokenSequence(text, 3))
-    open_manifest(folder, {"num_shards": 1, "prompts_sha256": "x", "kind": "synthetic"})
+    open_manifest(
+        folder,
+        {"num_shards": 1, "prompts_per_shard": 60, "prompts_sha256": "x", "kind": "synthetic"},
+    )
     write_shard(shard_path(folder, 0), sequences)
     return folder
 
@@ -163,7 +169,8 @@ def test_untrained_heads_measure_like_the_target_itself(
     tokens = read_data(data)
     task = HeadsTask(config, model, tokens, blockwise.live_states(model))
     batch = task.plan.batch(0)
-    drafts = task.heads(task.states(batch), model.embed(batch.next_tokens))
+    seen = batch.seen(slice(None), torch.device("cpu"))
+    drafts = task.heads(task.states(batch), seen, model.embed)
     assert torch.equal(drafts[:, 0], drafts[:, 1])
     figures = task.measure(tree_nodes=4)
     assert figures.num_sequences == len(task.split.held_out)
@@ -281,7 +288,22 @@ def test_dry_run_predicts_and_writes_nothing(target: Path, data: Path, tmp_path:
     invented = config.model_copy(update={"data": None, "prompts": [tmp_path / "p.txt"]})
     train_blockwise(invented, lines.append)
     assert any("not made yet; 3 prompts" in line for line in lines)
+    assert any("recorded while the data is generated" in line for line in lines)
     assert [p.name for p in tmp_path.iterdir()] == ["p.txt"]
+
+
+def test_dry_run_knows_recorded_states(target: Path, data: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    write_states(states_path(copy, 0), [np.zeros((21, 32), np.float32)] * 60)
+    lines: list[str] = []
+    train_blockwise(
+        settings(target, copy, tmp_path / "h", dry_run=True, cache_hidden=True), lines.append
+    )
+    text = "\n".join(lines)
+    assert "hidden states: recorded with the data" in text
+    assert "which are kept" not in text
+    assert "GB" not in text
 
 
 class CountingGenerator:

@@ -138,6 +138,28 @@ def test_batch_positions_and_targets() -> None:
     ]
 
 
+def test_heads_are_shown_copies_of_the_text_before_them(tmp_path: Path) -> None:
+    """The copy may use x_{t+1}, which the engine knows then, and nothing behind it."""
+    text = [5, 1, 2, 3, 4, 1, 2, 8, 1, 2, 3]
+    data = TokenData(
+        tmp_path,
+        {},
+        np.array(text, np.int32),
+        np.array([0, len(text)], np.int64),
+        np.array([4], np.int32),
+    )
+    batch = make_batch(data, np.array([0]), 2, max_length=100, copy_match=4)
+    assert batch.columns.tolist() == [3, 4, 5, 6, 7, 8]
+    assert batch.copied is not None
+    assert batch.copied_lengths is not None
+    # x_{t+1} is 4, 1, 2, 8, 1, 2.
+    assert batch.copied_lengths.tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch.copied.tolist() == [[0, 0], [2, 3], [3, 4], [0, 0], [2, 8], [8, 1]]
+    plain = make_batch(data, np.array([0]), 2, max_length=100)
+    assert plain.copied is None
+    assert torch.equal(plain.targets, batch.targets)
+
+
 def test_frequent_tokens_of_the_continuations() -> None:
     ids = np.array([9, 9, 9, 4, 4, 5, 6, 4, 7, 8, 8, 5], np.int32)
     data = TokenData(Path(), {}, ids, np.array([0, 8, 12]), np.array([3, 1], np.int32))
@@ -179,6 +201,8 @@ def test_plan_is_a_function_of_the_step_and_covers_every_epoch() -> None:
         steps = range(epoch * 6, epoch * 6 + 6)
         seen = sorted(int(i) for step in steps for i in plan.batch(step).sequences)
         assert seen == split.train.tolist()
+    sizes = [len(plan.batch(step).rows) for step in range(plan.batches_per_epoch)]
+    assert plan.mean_positions == np.mean(sizes)
     again = BatchPlan(data, split.train, 2, 8, 100, 3, seed=4)
     assert torch.equal(plan.batch(9).columns, again.batch(9).columns)
     assert plan.batch(9).columns.shape[0] <= 8 * 3

@@ -4,8 +4,10 @@
 Nothing here has state, so a resumed run sees exactly the batches that it would have seen.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.blockwise_heads import TokensSeen
+from vllm_spec_ext.proposers.copied_tokens import Copied, copied_tokens
+from vllm_spec_ext.proposers.occurrence_index import OccurrenceIndex
 from vllm_spec_ext.training.shards import TokenData
 
 IGNORED = -100  # target of a head that looks past the end of the text (torch's ignore_index)
@@ -30,6 +35,13 @@ class Batch:
     columns: Tensor  # [n] int64 position t of the hidden state in it
     next_tokens: Tensor  # [n] int64 x_{t+1}, the target's own next token
     targets: Tensor  # [n, num_heads] int64 x_{t+2} ..., IGNORED past the end
+    copied: Tensor | None = None  # [n, num_heads] int64, see TokensSeen
+    copied_lengths: Tensor | None = None  # [n] int64
+
+    def seen(self, part: slice, device: torch.device) -> TokensSeen:
+        """What the heads see of some positions, on a device."""
+        tensors = (self.next_tokens, self.copied, self.copied_lengths)
+        return TokensSeen(*(None if t is None else t[part].to(device) for t in tensors))
 
 
 @dataclass(frozen=True)
@@ -75,11 +87,22 @@ class BatchPlan:
     positions_per_sequence: int  # 0 = all
     seed: int
     prompt_text: bool = False
+    copy_match: int = 0
 
     @property
     def batches_per_epoch(self) -> int:
         """Steps of one pass over the sequences."""
         return -(-len(self.sequences) // self.batch_size)
+
+    @property
+    def mean_positions(self) -> float:
+        """Positions of an average batch."""
+        data, chosen = self.data, self.sequences
+        ends = used_lengths(data, self.max_length)[chosen] - 2
+        counts = ends if self.prompt_text else ends - data.prompt_lengths[chosen] + 1
+        if self.positions_per_sequence:
+            counts = np.minimum(counts, self.positions_per_sequence)
+        return float(counts.sum()) / self.batches_per_epoch
 
     def batch(self, step: int) -> Batch:
         """The batch of a step, counted from 0; epochs follow each other without end."""
@@ -94,6 +117,7 @@ class BatchPlan:
             positions_per_sequence=self.positions_per_sequence,
             random=random,
             prompt_text=self.prompt_text,
+            copy_match=self.copy_match,
         )
 
 
@@ -121,6 +145,7 @@ def make_batch(
     positions_per_sequence: int = 0,
     random: np.random.Generator | None = None,
     prompt_text: bool = False,
+    copy_match: int = 0,
 ) -> Batch:
     """Pad sequences and pick positions in them.
 
@@ -135,12 +160,14 @@ def make_batch(
         positions_per_sequence: Random positions per sequence; 0 = all, in order.
         random: Source of the positions; unused for all.
         prompt_text: Pick positions of the prompts too.
+        copy_match: As in :class:`HeadsConfig`; 0 = the batch has no copied tokens.
     """
     texts = [data.sequence(int(i))[:max_length] for i in chosen]
     width = max(len(text) for text in texts)
     ids = np.zeros((len(texts), width), np.int64)
     mask = np.zeros((len(texts), width), np.int64)
     rows, columns = [], []
+    copies: list[Copied] = []
     for row, (number, text) in enumerate(zip(chosen, texts, strict=True)):
         ids[row, : len(text)] = text
         mask[row, : len(text)] = 1
@@ -150,6 +177,8 @@ def make_batch(
             valid = np.sort(random.choice(valid, positions_per_sequence, replace=False))
         columns.append(valid)
         rows.append(np.full(len(valid), row))
+        if copy_match:
+            copies += _copies(text, valid, copy_match, num_heads)
     flat_rows, flat_columns = np.concatenate(rows), np.concatenate(columns)
     ahead = flat_columns[:, None] + np.arange(2, num_heads + 2)  # [n, num_heads]
     inside = ahead < mask.sum(axis=1)[flat_rows][:, None]
@@ -162,4 +191,23 @@ def make_batch(
         columns=torch.from_numpy(flat_columns),
         next_tokens=torch.from_numpy(ids[flat_rows, flat_columns + 1]),
         targets=torch.from_numpy(np.where(inside, targets, IGNORED)),
+        **_as_tensors(copies),
     )
+
+
+def _copies(
+    text: NDArray[np.integer[Any]], columns: NDArray[np.int64], longest: int, count: int
+) -> Iterator[Copied]:
+    """What heads at these positions, in order, are shown: of the text up to x_{t+1} only."""
+    index = OccurrenceIndex(len(text))
+    for column in columns.tolist():
+        index.append(text[len(index) : column + 2].astype(np.int32))
+        yield copied_tokens(index, longest, count)
+
+
+def _as_tensors(copies: list[Copied]) -> dict[str, Tensor]:
+    if not copies:
+        return {}
+    tokens = np.stack([copy.tokens for copy in copies]).astype(np.int64)
+    lengths = np.array([copy.length for copy in copies], np.int64)
+    return {"copied": torch.from_numpy(tokens), "copied_lengths": torch.from_numpy(lengths)}

@@ -18,13 +18,15 @@ from vllm_spec_ext.training.evaluate import TOP, HeadFigures
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def default_head_width(hidden_size: int, num_heads: int, *, dense: bool, conditioned: bool) -> int:
+def default_head_width(
+    hidden_size: int, num_heads: int, *, dense: bool, conditioned: bool, copying: bool
+) -> int:
     """Widest hidden layer that keeps all heads' matrices within ``12 * hidden_size**2`` numbers.
 
     That is about one Transformer layer, so drafting costs less than a layer of the target, and
     8 MB in bf16 for a hidden size of 576. Rounded down to a multiple of 16, at least 16.
     """
-    fan_in = 2 if conditioned else 1
+    fan_in = 1 + conditioned + copying
     fan_out = num_heads if dense else 1
     width = 12 * hidden_size // (num_heads * (fan_in + fan_out))
     return max(16, width // 16 * 16)

@@ -163,7 +163,7 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
     on_cpu = current_platform.is_cpu()
     recorder: dict[str, Any] = {}
     folder = config.data_folder / "recording"
-    if config.cache_hidden and not config.prompt_text:
+    if config.records_states:
         # The engine must live in this process, where the recording method is known.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         registry.BUILTIN[METHOD] = "vllm_spec_ext.training.record_states:RecordStates"

@@ -11,7 +11,12 @@ import torch
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
 from vllm_spec_ext.training.heads_task import HeadsTask
-from vllm_spec_ext.training.hidden import cache_bytes, live_states
+from vllm_spec_ext.training.hidden import (
+    cache_bytes,
+    has_recorded_states,
+    live_states,
+    recorded_states,
+)
 from vllm_spec_ext.training.loop import duration
 from vllm_spec_ext.training.prompts import read_prompts
 from vllm_spec_ext.training.schema import BlockwiseTraining
@@ -48,8 +53,15 @@ def dry_run(
     dtype = next(target.model.parameters()).dtype
     states = live_states(target)
     once = 0.0
-    if config.cache_hidden:
-        once = _time_states(config, target, data, clock)
+    stored = config.cache_hidden
+    if stored and not invented and has_recorded_states(data) and not config.prompt_text:
+        report("hidden states: recorded with the data")
+        stored, states = False, recorded_states(target, data)
+    elif stored:
+        if invented and config.records_states:
+            report("hidden states: recorded while the data is generated, in the data folder")
+        else:
+            once = _time_states(config, target, data, clock)
 
         def states(batch: Batch) -> torch.Tensor:  # as fast as those from the disk
             shape = (len(batch.rows), target.hidden_size)
@@ -68,7 +80,7 @@ def dry_run(
     report(f"time: {seconds:.3f} s a step, about {whole} in all")
     # AdamW keeps two numbers beside each weight; the old state stays until the new is whole.
     report(f"disk: {trained * 12 * 2 / 1e6:.1f} MB for the saved state in {config.run_folder}")
-    if config.cache_hidden:
+    if stored:
         size = cache_bytes(data, config.max_length, target.hidden_size, dtype)
         report(f"disk: {size / 1e9:.2f} GB for cached hidden states")
     if target.device.type == "cuda":
@@ -116,7 +128,8 @@ def _time_states(
 
 
 def _time_steps(task: HeadsTask, clock: Callable[[], float]) -> float:
-    seconds = []
+    """Seconds of an average step: those of some steps, by their number of positions."""
+    seconds, positions = 0.0, 0
     for step in range(_MEASURED_STEPS + 1):  # the first warms up
         start = clock()
         task.optimizer.zero_grad(set_to_none=True)
@@ -124,5 +137,7 @@ def _time_steps(task: HeadsTask, clock: Callable[[], float]) -> float:
         task.optimizer.step()
         if task.target.device.type == "cuda":
             torch.cuda.synchronize(task.target.device)
-        seconds.append(clock() - start)
-    return min(seconds[1:])
+        if step:
+            seconds += clock() - start
+            positions += len(task.plan.batch(step).rows)
+    return seconds / positions * task.plan.mean_positions

@@ -144,7 +144,13 @@ def _collect(
     top = min(_CANDIDATES, projection.num_places)
     ranks, has_target, log_probs, agrees, counts = [], [], [], [], []
     for start in range(0, len(sequences), batch_size):
-        batch = make_batch(data, sequences[start : start + batch_size], num_heads, max_length)
+        batch = make_batch(
+            data,
+            sequences[start : start + batch_size],
+            num_heads,
+            max_length,
+            copy_match=heads.config.copy_match,
+        )
         hidden = states(batch)
         device = hidden.device
         counts += np.bincount(batch.rows.numpy(), minlength=len(batch.sequences)).tolist()
@@ -155,8 +161,8 @@ def _collect(
             wanted = projection.places(batch.targets[part].to(device))
             own = target.project(hidden[part]).argmax(-1)
             agrees.append((own == following).cpu().numpy())
-            embedding = target.embed(following) if heads.config.condition_on_next else None
-            drafts = heads(hidden[part].to(heads.b_out.dtype), embedding)
+            seen = batch.seen(part, device)
+            drafts = heads(hidden[part].to(heads.b_out.dtype), seen, target.embed)
             found_ranks, found_scores = [], []
             for i in range(num_heads):  # one head's logits at a time
                 scores = projection(drafts[:, i]).float().log_softmax(-1)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig
+from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig, TokensSeen
 from vllm_spec_ext.training.batches import BatchPlan, Split, split_data
 from vllm_spec_ext.training.checkpoint import default_head_width
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
@@ -40,6 +40,7 @@ class HeadsTask:
             config.positions_per_sequence,
             config.seed,
             config.prompt_text,
+            config.copy_match,
         )
         torch.manual_seed(config.seed)
         self.heads_config = heads_config(config, target, data)
@@ -81,9 +82,10 @@ class HeadsTask:
             hidden = self.states(batch)
         device = hidden.device
         targets = batch.targets.to(device)
+        seen = batch.seen(slice(None), device)
         if config.finetune:
-            return self._train_both(hidden, batch.next_tokens.to(device), targets, step)
-        return self._show(self._train_heads(hidden, batch.next_tokens.to(device), targets, step))
+            return self._train_both(hidden, seen, targets, step)
+        return self._show(self._train_heads(hidden, seen, targets, step))
 
     def _chosen_heads(self, step: int) -> list[int]:
         if self.config.loss == "all":
@@ -94,11 +96,10 @@ class HeadsTask:
         ]
 
     def _train_heads(
-        self, hidden: Tensor, following: Tensor, targets: Tensor, step: int
+        self, hidden: Tensor, seen: TokensSeen, targets: Tensor, step: int
     ) -> dict[str, tuple[Tensor, Tensor, int]]:
-        embedding = self.target.embed(following) if self.heads_config.condition_on_next else None
         with self._autocast():
-            drafts = self.heads(hidden, embedding)
+            drafts = self.heads(hidden, seen, self.target.embed)
         chosen = self._chosen_heads(step)
         places = self.projection.places(targets)
         # A detached copy collects the gradients of all heads, so that the heads' own graph, and
@@ -119,14 +120,14 @@ class HeadsTask:
         return results
 
     def _train_both(
-        self, hidden: Tensor, following: Tensor, targets: Tensor, step: int
+        self, hidden: Tensor, seen: TokensSeen, targets: Tensor, step: int
     ) -> dict[str, float]:
         """As :meth:`_train_heads`, with the target's own loss (the paper's head 1) beside it."""
         leaf = hidden.detach().requires_grad_()
-        results = self._train_heads(leaf, following, targets, step)
+        results = self._train_heads(leaf, seen, targets, step)
         with self._autocast():
             results["own"] = backward_cross_entropy(
-                leaf.view_as(leaf), following, self.target.project, self.config.logit_chunk
+                leaf.view_as(leaf), seen.following, self.target.project, self.config.logit_chunk
             )
         hidden.backward(leaf.grad)
         return self._show(results)
@@ -174,6 +175,7 @@ def heads_config(config: BlockwiseTraining, target: Target, data: TokenData) -> 
         config.num_heads,
         dense=not config.block_diagonal,
         conditioned=config.condition_on_next,
+        copying=config.copy_match > 0,
     )
     kept = ("kind", "prompt_files", "num_prompts", "max_new_tokens", "temperature")
     facts = {name: data.manifest[name] for name in kept if name in data.manifest}
@@ -187,6 +189,7 @@ def heads_config(config: BlockwiseTraining, target: Target, data: TokenData) -> 
         draft_vocab_size=config.draft_vocab and min(config.draft_vocab, target.vocab_size),
         block_diagonal=config.block_diagonal,
         condition_on_next=config.condition_on_next,
+        copy_match=config.copy_match,
         training={
             "finetune": config.finetune,
             "loss": config.loss,

@@ -11,6 +11,7 @@ from vllm_spec_ext.config import Options
 # What the paper did, where it differs from our defaults (Stern et al. 2018, sec. 4 and 6).
 PAPER: dict[str, Any] = {
     "condition_on_next": False,
+    "copy_match": 0,
     "block_diagonal": False,
     "loss": "random",
 }
@@ -98,6 +99,11 @@ class BlockwiseTraining(Options):
 
     condition_on_next: bool = True
     """Show the heads the token that the target itself emits; the hidden state does not know it."""
+
+    copy_match: int = Field(default=8, ge=0, le=64)
+    """Show the heads the tokens that followed the latest place where the end of the text occurred
+    before, compared over up to this many tokens; 0 = do not. Small models repeat their prompt and
+    themselves, and their hidden state does not hold what they will repeat."""
 
     draft_vocab: int | None = Field(default=None, ge=1)
     """Let the heads draft only this many tokens, the most frequent of the data. The vocabulary
@@ -203,6 +209,12 @@ class BlockwiseTraining(Options):
                 f"max_length={self.max_length} has no room for {self.num_heads} heads; raise it"
             )
         return self
+
+    @property
+    def records_states(self) -> bool:
+        """Whether the hidden states are written down while the data is generated."""
+        generates = not self.raw_text and self.generator == "vllm"
+        return generates and self.cache_hidden and not self.prompt_text
 
     @property
     def shown_target(self) -> str:
