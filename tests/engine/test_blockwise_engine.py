@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blockwise heads in the engine: identity, chains and trees, and no extra target pass."""
 
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 import torch
 from generation import run, sampling_params, tokens
 from homogeneity import same_law_p_value
+from sampling_laws import MAX_TOKENS, NUM_SAMPLES, NUM_TOKENS, SAME, Chances, first_tokens
 from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_greedy_identity import runner_of
-from test_sampled_law import MAX_TOKENS, NUM_SAMPLES, NUM_TOKENS, PROMPT, SAME, Chances
 from tiny_model import VOCAB_SIZE
 
 from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig
@@ -127,11 +128,9 @@ def test_sampled_output_has_the_targets_law(
     given = chances.params(law)
     folder = save_random_heads(tmp_path_factory.mktemp("law") / law, given["allowed_token_ids"])
 
-    def sample(engine: Any, length: int) -> list[tuple[int, ...]]:
-        torch.manual_seed(0)
+    def sample(engine: Any, length: int) -> list[Hashable]:
         params = sampling_params({**given, "max_tokens": length})
-        outputs = engine.generate([PROMPT] * NUM_SAMPLES, params, use_tqdm=False)
-        return [tuple(out.outputs[0].token_ids[:NUM_TOKENS]) for out in outputs]
+        return first_tokens(engine, [params] * NUM_SAMPLES)
 
     expected = sample(plain, NUM_TOKENS)
     for options in ({}, {"draw": True}, {"tree": True, "candidates": 2}):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts that were drawn are judged with the laws they were drawn from; the output's law stays.
 
-Two-sample chi-square tests with fixed seeds, as in test_sampled_law.py, whose laws they share.
+Two-sample chi-square tests with fixed seeds, as in test_sampled_law.py.
 """
 
 from collections.abc import Callable, Hashable
@@ -12,8 +12,7 @@ import pytest
 import torch
 from generation import sampling_params
 from homogeneity import same_law_p_value
-from test_greedy_identity import runner_of
-from test_sampled_law import (
+from sampling_laws import (
     DIFFERENT,
     LAWS,
     MAX_TOKENS,
@@ -22,7 +21,11 @@ from test_sampled_law import (
     PROMPT,
     SAME,
     Chances,
+    Sample,
+    first_tokens,
+    of_plain_engine,
 )
+from test_greedy_identity import runner_of
 
 from vllm_spec_ext.engine import drawn_drafts
 from vllm_spec_ext.engine.drawn_drafts import DraftLaws
@@ -31,8 +34,6 @@ from vllm_spec_ext.engine.runner import SpecRunnerMixin
 CHAIN = [-1, 0, 1]
 TREE = [-1, -1, 0, 0, 1, 2]
 ETA = {"eta_cutoff": 0.2}
-
-Sample = Callable[..., list[Hashable]]
 
 
 @pytest.fixture(scope="module")
@@ -70,28 +71,19 @@ def sample(engines: dict[str, Any], chances: Chances) -> Sample:
         num_samples: int = NUM_SAMPLES,
         **sampling: float,
     ) -> list[Hashable]:
-        torch.manual_seed(0)
         given = chances.params(law)
         given["max_tokens"] = NUM_TOKENS if engine == "plain" else MAX_TOKENS
         params = sampling_params(given, extra)
         if sampling:
             params.extra_args = {**(params.extra_args or {}), **sampling}
-        outputs = engines[engine].generate([PROMPT] * num_samples, params, use_tqdm=False)
-        return [tuple(out.outputs[0].token_ids[:NUM_TOKENS]) for out in outputs]
+        return first_tokens(engines[engine], [params] * num_samples)
 
     return draw
 
 
 @pytest.fixture(scope="module")
 def plain_samples(sample: Sample) -> Callable[[str], list[Hashable]]:
-    known: dict[str, list[Hashable]] = {}
-
-    def of(law: str) -> list[Hashable]:
-        if law not in known:
-            known[law] = sample("plain", law)
-        return known[law]
-
-    return of
+    return of_plain_engine(sample)
 
 
 def acceptance(engines: dict[str, Any]) -> float:

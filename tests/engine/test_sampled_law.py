@@ -13,6 +13,17 @@ import pytest
 import torch
 from generation import sampling_params
 from homogeneity import same_law_p_value
+from sampling_laws import (
+    DIFFERENT,
+    LAWS,
+    NUM_SAMPLES,
+    NUM_TOKENS,
+    SAME,
+    Chances,
+    Sample,
+    first_tokens,
+    of_plain_engine,
+)
 from test_greedy_identity import runner_of
 from vllm.v1.outputs import SamplerOutput
 
@@ -20,40 +31,6 @@ from vllm_spec_ext.engine import platform_bugs
 from vllm_spec_ext.engine import runner as runner_module
 from vllm_spec_ext.engine.node_sampling import expand_metadata
 from vllm_spec_ext.scorers.tree import Walk
-
-PROMPT = "The quick brown fox jumps over the lazy dog, and"
-NUM_SAMPLES = 600
-NUM_TOKENS = 3  # whose joint law is compared ...
-MAX_TOKENS = 7  # ... out of so many, because a draft holds no more nodes than tokens are left
-SAME, DIFFERENT = 1e-3, 1e-6
-
-# Few outcomes each, so that the joint law has few cells.
-LAWS: dict[str, dict[str, Any]] = {
-    "temperature_1": {"temperature": 1.0, "num_allowed": 4},
-    "temperature_0.7": {"temperature": 0.7, "num_allowed": 4},
-    "top_k": {"temperature": 1.0, "num_allowed": 6, "top_k": 3},
-    "top_p": {"temperature": 0.8, "num_allowed": 6, "top_p": 0.7},
-}
-
-Sample = Callable[..., list[Hashable]]
-
-
-class Chances:
-    """What the target is likely to say, asked of the plain engine."""
-
-    def __init__(self, engine: Any) -> None:
-        params = sampling_params({"max_tokens": 1, "logprobs": 20})
-        (out,) = engine.generate([PROMPT], params, use_tqdm=False)
-        ranked = sorted(out.outputs[0].logprobs[0].items(), key=lambda item: item[1].rank)
-        self.tokens = [token for token, _ in ranked if token]
-
-    def params(self, law: str) -> dict[str, Any]:
-        given = dict(LAWS[law])
-        num_allowed = given.pop("num_allowed", None)
-        if num_allowed:
-            # Not the best ones alone: unlikely outcomes must be seen too.
-            given["allowed_token_ids"] = sorted(self.tokens[: 2 * num_allowed : 2])
-        return {"max_tokens": MAX_TOKENS, "ignore_eos": True, **given}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +55,6 @@ def sample(engines: dict[str, Any], chances: Chances) -> Sample:
     def draw(
         engine: str, law: str, extra: dict[str, Any] | None = None, seed: int = 0
     ) -> list[Hashable]:
-        torch.manual_seed(seed)
         given = chances.params(law)
         own = given.pop("seed", None)
         if engine == "plain":
@@ -89,22 +65,14 @@ def sample(engines: dict[str, Any], chances: Chances) -> Sample:
             )
             for i in range(NUM_SAMPLES)
         ]
-        outputs = engines[engine].generate([PROMPT] * NUM_SAMPLES, params, use_tqdm=False)
-        return [tuple(out.outputs[0].token_ids[:NUM_TOKENS]) for out in outputs]
+        return first_tokens(engines[engine], params, seed)
 
     return draw
 
 
 @pytest.fixture(scope="module")
 def plain_samples(sample: Sample) -> Callable[[str], list[Hashable]]:
-    known: dict[str, list[Hashable]] = {}
-
-    def of(law: str) -> list[Hashable]:
-        if law not in known:
-            known[law] = sample("plain", law)
-        return known[law]
-
-    return of
+    return of_plain_engine(sample)
 
 
 def draft_of(kind: str, chances: Chances, law: str) -> dict[str, Any]:

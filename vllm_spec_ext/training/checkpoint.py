@@ -85,7 +85,9 @@ def model_card(config: HeadsConfig, figures: HeadFigures) -> str:
         else ""
     )
     layout = "one private hidden layer each" if config.block_diagonal else "one shared hidden layer"
-    conditioned = ", conditioned on the next token" if config.condition_on_next else ""
+    seen = ["the next token"] if config.condition_on_next else []
+    seen += ["what followed when the text's end occurred before"] if config.copy_match else []
+    shown = f", shown {' and '.join(seen)}" if seen else ""
     listed = config.draft_vocab_size
     drafts = "" if listed is None else f", drafting the {listed:,} most frequent tokens"
     return f"""---
@@ -95,9 +97,9 @@ tags: [speculative-decoding, blockwise-parallel-decoding]
 # Blockwise heads for {config.target}
 
 {config.num_heads} draft heads (block size k = {config.block_size} with the target's own head), \
-{layout} of {config.head_width} units a head{conditioned}; {config.num_parameters:,} parameters\
+{layout} of {config.head_width} units a head{shown}; {config.num_parameters:,} parameters\
 {drafts}. \
-Vocabulary projection{" and embeddings" if config.condition_on_next else ""}: the target's own.
+Vocabulary projection{" and embeddings" if seen else ""}: the target's own.
 {changed}
 ```
 vllm serve {config.target} --speculative-config \\
