@@ -104,6 +104,10 @@ class Blockwise(BaseProposer):
         self._random = torch.Generator(engine.device or "cpu").manual_seed(_SEED)
         self._seeded = torch.Generator(engine.device or "cpu")
         self._logits = DraftLogits(engine.target, self._heads.draft_vocab, engine.vocab_size)
+        if config.copy_match:  # compile now, not in the first request
+            warm = OccurrenceIndex()
+            warm.append(np.zeros(4, np.int32))
+            copied_tokens(warm, config.copy_match, config.num_heads)
         if self._options.tree:
             one = np.log(np.full((1, 1), 0.5, np.float32))
             self._tree(one, np.zeros((1, 1), np.int32), 1, -math.inf)
@@ -183,17 +187,25 @@ class Blockwise(BaseProposer):
         from vllm_spec_ext.proposers.blockwise_heads import TokensSeen
 
         config = cast("BlockwiseHeads", self._heads).config
-        following = torch.tensor([int(request.token_ids[-1]) for request in requests])
         if not config.copy_match:
-            return TokensSeen(following.to(device))
-        found = []
-        for request in requests:
-            text = self._texts.setdefault(request.request_id, OccurrenceIndex())
-            text.append(request.token_ids[len(text) :])
-            found.append(copied_tokens(text, config.copy_match, config.num_heads))
-        copied = torch.from_numpy(np.stack([copy.tokens for copy in found]).astype(np.int64))
-        lengths = torch.tensor([copy.length for copy in found])
-        return TokensSeen(following.to(device), copied.to(device), lengths.to(device))
+            last = [int(request.token_ids[-1]) for request in requests]
+            return TokensSeen(torch.tensor(last).to(device))
+        rows = np.empty((len(requests), 2 + config.num_heads), np.int64)
+        for row, request in zip(rows, requests, strict=True):
+            found = copied_tokens(self._text(request), config.copy_match, config.num_heads)
+            row[0], row[1], row[2:] = request.token_ids[-1], found.length, found.tokens
+        sent = torch.from_numpy(rows).to(device)
+        return TokensSeen(sent[:, 0], sent[:, 2:], sent[:, 1])
+
+    def _text(self, request: RequestStep) -> OccurrenceIndex:
+        """The index of all tokens of a request."""
+        tokens = request.token_ids
+        text = self._texts.get(request.request_id)
+        # vLLM takes tokens back where a session's input goes on; then the index starts again.
+        if text is None or len(text) > len(tokens) or text.tokens[-1] != tokens[len(text) - 1]:
+            text = self._texts[request.request_id] = OccurrenceIndex(len(tokens))
+        text.append(tokens[len(text) :])
+        return text
 
     def _candidates(
         self, logits: "torch.Tensor", need_probs: bool
@@ -213,7 +225,7 @@ class Blockwise(BaseProposer):
             places = logits.argmax(dim=-1, keepdim=True)
             best = torch.zeros(places.shape, dtype=torch.float32)
         ids = self._logits.tokens(places)
-        # The only wait for the device in a step: drafts are scheduled from host memory.
+        # Waits for the device: drafts are scheduled from host memory.
         return ids.to("cpu", torch.int32).numpy(), best.to("cpu", torch.float32).numpy()
 
     def _chain(

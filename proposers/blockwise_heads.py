@@ -56,6 +56,9 @@ class HeadsConfig(BaseModel):
     copy_match: int = Field(default=0, ge=0, le=64)
     """Heads see the tokens that followed the latest place where the end of the text occurred
     before, compared over up to this many tokens; 0 = they do not."""
+    copy_map: bool = False
+    """Embeddings of copied tokens pass a matrix on their way to the output, because the target's
+    vocabulary projection is not its embedding (untied)."""
     draft_vocab_size: int | None = Field(default=None, ge=1)
     """Tokens that the heads can draft, listed in the weights as ``draft_vocab``; None = all."""
     training: dict[str, Any] = Field(default_factory=dict)
@@ -75,6 +78,7 @@ class HeadsConfig(BaseModel):
         if self.copy_match:
             per_length = (self.copy_match + 1) * (inner + self.num_heads)
             total += per_length + inner + self.num_heads * self.hidden_size
+            total += self.hidden_size**2 * self.copy_map
         return total
 
     @property
@@ -119,6 +123,8 @@ class BlockwiseHeads(nn.Module):
             self.copy_trust = nn.Parameter(torch.zeros(lengths, heads))
             self.copy_weight = nn.Parameter(torch.zeros(heads, width))
             self.copy_scale = nn.Parameter(torch.ones(heads, size))
+            if config.copy_map:
+                self.copy_map = nn.Parameter(torch.eye(size))
         self.draft_vocab: Tensor | None
         listed = config.draft_vocab_size
         # [draft_vocab_size] int32 token ids, ascending
@@ -144,17 +150,12 @@ class BlockwiseHeads(nn.Module):
         config = self.config
         heads, size = config.num_heads, config.hidden_size
         inputs, copied, lengths = [hidden], None, None
-        if config.condition_on_next:
-            if seen is None or embed is None:
-                raise ValueError("these heads are conditioned on the next token; it is missing")
-            inputs.append(_unit_rms(embed(seen.following)).to(hidden.dtype))
-        if config.copy_match:
-            if seen is None or embed is None or seen.copied is None or seen.copied_length is None:
-                raise ValueError("these heads are shown copied tokens; they are missing")
-            lengths = seen.copied_length
-            copied = _unit_rms(embed(seen.copied.flatten())).view(-1, heads, size)
-            copied = (copied * (lengths > 0)[:, None, None]).to(hidden.dtype)
-            inputs.append(copied[:, 0])
+        if config.condition_on_next or config.copy_match:
+            following, copied, lengths = self._embed(seen, embed, hidden.dtype)
+            if config.condition_on_next:
+                inputs.append(following)
+            if copied is not None:
+                inputs.append(copied[:, 0])
         before = self.w_in(torch.cat(inputs, dim=-1))
         if lengths is not None:
             before = before + self.copy_bias[lengths].to(before.dtype)
@@ -171,8 +172,29 @@ class BlockwiseHeads(nn.Module):
             units = inner.view(-1, heads, config.head_width)
             trust = (units * self.copy_weight.to(inner.dtype)).sum(-1)
             trust = trust + self.copy_trust[lengths].to(inner.dtype)
+            if config.copy_map:
+                copied = copied @ self.copy_map.to(inner.dtype)
             delta = delta + trust.unsqueeze(-1) * self.copy_scale.to(inner.dtype) * copied
         return hidden.unsqueeze(1) + delta
+
+    def _embed(
+        self,
+        seen: TokensSeen | None,
+        embed: Callable[[Tensor], Tensor] | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Embeddings of the next token and of the copied ones, zero where there is no copy."""
+        if seen is None or embed is None:
+            raise ValueError("the tokens that these heads are shown are missing")
+        if not self.config.copy_match:
+            return _unit_rms(embed(seen.following)).to(dtype), None, None
+        if seen.copied is None or seen.copied_length is None:
+            raise ValueError("the copied tokens that these heads are shown are missing")
+        # One look-up: with tensor parallelism each is an exchange between the GPUs.
+        token_ids = torch.cat([seen.following.unsqueeze(1), seen.copied], dim=1)
+        shown = _unit_rms(embed(token_ids.flatten())).view(*token_ids.shape, -1)
+        copied = shown[:, 1:] * (seen.copied_length > 0)[:, None, None]
+        return shown[:, 0].to(dtype), copied.to(dtype), seen.copied_length
 
 
 def _unit_rms(x: Tensor) -> Tensor:

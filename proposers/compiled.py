@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numba settings of every compiled loop.
+"""The numba settings of compiled loops.
 
 Kernels are serial on purpose: waking a second numba thread can cost milliseconds, far more than
 any search here. numba checks only a kernel's own file when it reads its cache: after editing a
@@ -19,7 +19,9 @@ def kernel(function: FunctionT) -> FunctionT:
     """
     try:
         import numba
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "numba":  # numba is there and something that it needs is not
+            raise
         return function
     try:
         return numba.njit(cache=True, nogil=True)(function)

@@ -152,9 +152,9 @@ def test_heads_see_what_followed_earlier(tmp_path: Path) -> None:
     save_again(folder, heads)
     proposer = start(target, folder)
 
-    def drafts(*texts: list[int]) -> list[list[int]]:
+    def drafts(*texts: list[int], room: int = 3) -> list[list[int]]:
         requests = [
-            RequestStep(f"r{i}", np.array(text, np.int32), 2, text[-1:], 3)
+            RequestStep(f"r{i}", np.array(text, np.int32), 2, text[-1:], room)
             for i, text in enumerate(texts)
         ]
         context = StepContext(requests, torch.zeros(len(texts), SIZE))
@@ -164,6 +164,10 @@ def test_heads_see_what_followed_earlier(tmp_path: Path) -> None:
     assert (first, second) == ([2, 3, 4], [6, 7, 8])
     first, second = drafts([1, 2, 3, 4, 5, 1, 2, 3], [5, 6, 7, 8, 5, 9, 5])
     assert (first, second) == ([4, 5, 1], [9, 5, 9])
+    assert drafts([1, 2, 3, 4, 5, 1, 2, 3, 6, 7], room=0) == [[]]
+    assert drafts([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 2, 3]) == [[6, 7, 8]]
+    assert drafts([1, 2, 3, 4]) == [[0, 0, 0]]  # a session: the last tokens were taken back ...
+    assert drafts([1, 2, 3, 4, 7, 1, 2, 3]) == [[4, 7, 1]]  # ... and others came
     proposer.finish(["r0", "r1"])  # the same names may come back for other texts
     assert drafts([9, 8, 7, 9]) == [[8, 7, 9]]
 
@@ -277,7 +281,7 @@ def test_a_tree_without_branches_is_a_chain(tmp_path: Path) -> None:
 
 def test_follows_the_dtype_of_the_hidden_states(tmp_path: Path) -> None:
     target = StandInTarget().to(torch.bfloat16)
-    proposer = start(target, save(tmp_path, condition_on_next=True)[0])
+    proposer = start(target, save(tmp_path, condition_on_next=True, copy_match=4)[0])
     draft = proposer.propose(step(torch.randn(1, SIZE, dtype=torch.bfloat16), [3]))[0]
     assert len(draft) == 3
 

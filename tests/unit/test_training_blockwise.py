@@ -145,6 +145,25 @@ def test_heads_learn(target: Path, data: Path, tmp_path: Path, changes: dict[str
     assert {"command", "versions", "revision", "settings", "data"} <= set(run)
 
 
+def test_copies_teach_what_nothing_else_tells(target: Path, tmp_path: Path) -> None:
+    """Random text that is repeated once: only the copy says how it goes on."""
+    random = np.random.default_rng(1)
+    texts = [random.integers(2, VOCAB, 12).tolist() * 2 for _ in range(60)]
+    open_manifest(tmp_path / "data", {"num_shards": 1, "prompts_sha256": "x"})
+    write_shard(shard_path(tmp_path / "data", 0), [TokenSequence(text, 13) for text in texts])
+    found = []
+    for copy_match in (0, 4):
+        out = tmp_path / f"heads{copy_match}"
+        config = settings(
+            target, tmp_path / "data", out, max_steps=60, learning_rate=0.03, copy_match=copy_match
+        )
+        figures = train_blockwise(config, quiet)
+        assert figures is not None
+        found.append(figures.accuracy[1]["top1"])
+    assert found[0] < 0.3
+    assert found[1] > 0.7
+
+
 def test_heads_learn_a_draft_vocabulary(target: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "heads"
     config = settings(target, data, out, draft_vocab=16, loss="all")

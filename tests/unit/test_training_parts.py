@@ -32,6 +32,7 @@ from vllm_spec_ext.training.shards import (
     write_shard,
 )
 from vllm_spec_ext.training.target import Target
+from vllm_spec_ext.training.text_copies import TextCopies
 
 
 def make_data(lengths: list[int], prompts: list[int]) -> TokenData:
@@ -148,12 +149,12 @@ def test_heads_are_shown_copies_of_the_text_before_them(tmp_path: Path) -> None:
         np.array([0, len(text)], np.int64),
         np.array([4], np.int32),
     )
-    batch = make_batch(data, np.array([0]), 2, max_length=100, copy_match=4)
+    batch = make_batch(data, np.array([0]), 2, max_length=100, copies=TextCopies(data, 4, 2))
     assert batch.columns.tolist() == [3, 4, 5, 6, 7, 8]
     assert batch.copied is not None
-    assert batch.copied_lengths is not None
+    assert batch.copied_length is not None
     # x_{t+1} is 4, 1, 2, 8, 1, 2.
-    assert batch.copied_lengths.tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch.copied_length.tolist() == [0, 1, 2, 0, 1, 2]
     assert batch.copied.tolist() == [[0, 0], [2, 3], [3, 4], [0, 0], [2, 8], [8, 1]]
     plain = make_batch(data, np.array([0]), 2, max_length=100)
     assert plain.copied is None
@@ -277,6 +278,34 @@ def test_training_imports_neither_vllm_nor_numba_nor_a_command_line_framework() 
     )
     environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.getcwd()}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
+
+
+def test_copies_are_found_without_numba() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['numba'] = None\n"
+        "import numpy as np\n"
+        "from vllm_spec_ext.proposers.copied_tokens import copied_tokens\n"
+        "from vllm_spec_ext.proposers.occurrence_index import OccurrenceIndex\n"
+        "index = OccurrenceIndex()\n"
+        "index.append(np.array([1, 2, 3, 4, 1, 2], np.int32))\n"
+        "assert copied_tokens(index, 8, 2).tokens.tolist() == [3, 4]\n"
+    )
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
+
+
+def test_a_numba_that_cannot_work_here_is_an_error(tmp_path: Path) -> None:
+    """Interpreted loops would serve, a hundred times slower, and say nothing."""
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less')")
+    code = "import vllm_spec_ext.proposers.occurrence_kernels"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(
+        command, env=environment, timeout=60, capture_output=True, text=True, check=False
+    )
+    assert run.returncode != 0
+    assert "Numba needs NumPy 2.4 or less" in run.stderr
 
 
 def test_numba_stays_unloaded_until_it_is_needed() -> None:

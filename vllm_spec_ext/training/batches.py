@@ -4,10 +4,8 @@
 Nothing here has state, so a resumed run sees exactly the batches that it would have seen.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +14,8 @@ from torch import Tensor
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise_heads import TokensSeen
-from vllm_spec_ext.proposers.copied_tokens import Copied, copied_tokens
-from vllm_spec_ext.proposers.occurrence_index import OccurrenceIndex
 from vllm_spec_ext.training.shards import TokenData
+from vllm_spec_ext.training.text_copies import TextCopies
 
 IGNORED = -100  # target of a head that looks past the end of the text (torch's ignore_index)
 _BUCKET = 16  # batches whose sequences are sorted by length together, to pad less
@@ -36,11 +33,11 @@ class Batch:
     next_tokens: Tensor  # [n] int64 x_{t+1}, the target's own next token
     targets: Tensor  # [n, num_heads] int64 x_{t+2} ..., IGNORED past the end
     copied: Tensor | None = None  # [n, num_heads] int64, see TokensSeen
-    copied_lengths: Tensor | None = None  # [n] int64
+    copied_length: Tensor | None = None  # [n] int64
 
     def seen(self, part: slice, device: torch.device) -> TokensSeen:
         """What the heads see of some positions, on a device."""
-        tensors = (self.next_tokens, self.copied, self.copied_lengths)
+        tensors = (self.next_tokens, self.copied, self.copied_length)
         return TokensSeen(*(None if t is None else t[part].to(device) for t in tensors))
 
 
@@ -87,7 +84,7 @@ class BatchPlan:
     positions_per_sequence: int  # 0 = all
     seed: int
     prompt_text: bool = False
-    copy_match: int = 0
+    copies: TextCopies | None = None
 
     @property
     def batches_per_epoch(self) -> int:
@@ -117,7 +114,7 @@ class BatchPlan:
             positions_per_sequence=self.positions_per_sequence,
             random=random,
             prompt_text=self.prompt_text,
-            copy_match=self.copy_match,
+            copies=self.copies,
         )
 
 
@@ -145,7 +142,7 @@ def make_batch(
     positions_per_sequence: int = 0,
     random: np.random.Generator | None = None,
     prompt_text: bool = False,
-    copy_match: int = 0,
+    copies: TextCopies | None = None,
 ) -> Batch:
     """Pad sequences and pick positions in them.
 
@@ -160,14 +157,15 @@ def make_batch(
         positions_per_sequence: Random positions per sequence; 0 = all, in order.
         random: Source of the positions; unused for all.
         prompt_text: Pick positions of the prompts too.
-        copy_match: As in :class:`HeadsConfig`; 0 = the batch has no copied tokens.
+        copies: What heads with ``copy_match`` are shown; None = the batch has no copied tokens.
     """
     texts = [data.sequence(int(i))[:max_length] for i in chosen]
     width = max(len(text) for text in texts)
     ids = np.zeros((len(texts), width), np.int64)
     mask = np.zeros((len(texts), width), np.int64)
     rows, columns = [], []
-    copies: list[Copied] = []
+    copied: list[NDArray[np.int64]] = []
+    lengths: list[NDArray[np.int64]] = []
     for row, (number, text) in enumerate(zip(chosen, texts, strict=True)):
         ids[row, : len(text)] = text
         mask[row, : len(text)] = 1
@@ -177,8 +175,10 @@ def make_batch(
             valid = np.sort(random.choice(valid, positions_per_sequence, replace=False))
         columns.append(valid)
         rows.append(np.full(len(valid), row))
-        if copy_match:
-            copies += _copies(text, valid, copy_match, num_heads)
+        if copies is not None:
+            shown = copies.of(int(number))
+            copied.append(shown.tokens[valid])
+            lengths.append(shown.lengths[valid])
     flat_rows, flat_columns = np.concatenate(rows), np.concatenate(columns)
     ahead = flat_columns[:, None] + np.arange(2, num_heads + 2)  # [n, num_heads]
     inside = ahead < mask.sum(axis=1)[flat_rows][:, None]
@@ -191,23 +191,6 @@ def make_batch(
         columns=torch.from_numpy(flat_columns),
         next_tokens=torch.from_numpy(ids[flat_rows, flat_columns + 1]),
         targets=torch.from_numpy(np.where(inside, targets, IGNORED)),
-        **_as_tensors(copies),
+        copied=None if copies is None else torch.from_numpy(np.concatenate(copied)),
+        copied_length=None if copies is None else torch.from_numpy(np.concatenate(lengths)),
     )
-
-
-def _copies(
-    text: NDArray[np.integer[Any]], columns: NDArray[np.int64], longest: int, count: int
-) -> Iterator[Copied]:
-    """What heads at these positions, in order, are shown: of the text up to x_{t+1} only."""
-    index = OccurrenceIndex(len(text))
-    for column in columns.tolist():
-        index.append(text[len(index) : column + 2].astype(np.int32))
-        yield copied_tokens(index, longest, count)
-
-
-def _as_tensors(copies: list[Copied]) -> dict[str, Tensor]:
-    if not copies:
-        return {}
-    tokens = np.stack([copy.tokens for copy in copies]).astype(np.int64)
-    lengths = np.array([copy.length for copy in copies], np.int64)
-    return {"copied": torch.from_numpy(tokens), "copied_lengths": torch.from_numpy(lengths)}

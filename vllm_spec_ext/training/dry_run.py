@@ -59,7 +59,13 @@ def dry_run(
         stored, states = False, recorded_states(target, data)
     elif stored:
         if invented and config.records_states:
-            report("hidden states: recorded while the data is generated, in the data folder")
+            # float32, of the new tokens only, see record_states.py
+            size = len(data) * config.max_new_tokens * target.hidden_size * 4
+            report(
+                "hidden states: recorded while the data is generated, at most "
+                f"{size / 1e9:.2f} GB in the data folder"
+            )
+            stored = False
         else:
             once = _time_states(config, target, data, clock)
 

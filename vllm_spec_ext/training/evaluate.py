@@ -19,6 +19,7 @@ from vllm_spec_ext.training.draft_vocab import DraftProjection
 from vllm_spec_ext.training.hidden import HiddenSource
 from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target
+from vllm_spec_ext.training.text_copies import TextCopies
 
 TOP = (1, 2, 3, 5)
 _CANDIDATES = 5
@@ -140,6 +141,7 @@ def _collect(
     logit_chunk: int,
 ) -> _Rows:
     num_heads = heads.config.num_heads
+    copies = TextCopies.of_heads(data, heads.config.copy_match, num_heads)
     projection = DraftProjection(target, heads.draft_vocab)
     top = min(_CANDIDATES, projection.num_places)
     ranks, has_target, log_probs, agrees, counts = [], [], [], [], []
@@ -149,7 +151,7 @@ def _collect(
             sequences[start : start + batch_size],
             num_heads,
             max_length,
-            copy_match=heads.config.copy_match,
+            copies=copies,
         )
         hidden = states(batch)
         device = hidden.device
@@ -157,11 +159,10 @@ def _collect(
         has_target.append((batch.targets != IGNORED).numpy())
         for low in range(0, len(hidden), logit_chunk):
             part = slice(low, low + logit_chunk)
-            following = batch.next_tokens[part].to(device)
+            seen = batch.seen(part, device)
             wanted = projection.places(batch.targets[part].to(device))
             own = target.project(hidden[part]).argmax(-1)
-            agrees.append((own == following).cpu().numpy())
-            seen = batch.seen(part, device)
+            agrees.append((own == seen.following).cpu().numpy())
             drafts = heads(hidden[part].to(heads.b_out.dtype), seen, target.embed)
             found_ranks, found_scores = [], []
             for i in range(num_heads):  # one head's logits at a time

@@ -18,6 +18,7 @@ from vllm_spec_ext.training.hidden import HiddenSource
 from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target, pick_dtype
+from vllm_spec_ext.training.text_copies import TextCopies
 
 _SMOOTHING = 0.9  # of the figures in progress lines
 
@@ -40,7 +41,7 @@ class HeadsTask:
             config.positions_per_sequence,
             config.seed,
             config.prompt_text,
-            config.copy_match,
+            TextCopies.of_heads(data, config.copy_match, config.num_heads),
         )
         torch.manual_seed(config.seed)
         self.heads_config = heads_config(config, target, data)
@@ -52,12 +53,13 @@ class HeadsTask:
             self.heads.draft_vocab = listed.to(target.device)
         self.projection = DraftProjection(target, self.heads.draft_vocab)
         self.modules: dict[str, nn.Module] = {"heads": self.heads}
-        matrices = [p for p in self.heads.parameters() if p.ndim > 1]
-        biases = [p for p in self.heads.parameters() if p.ndim == 1]
+        # Decay is for what starts at zero or at random; gains start at one.
+        matrices = [self.heads.w_in.weight, self.heads.w_out]
+        others = [p for p in self.heads.parameters() if all(p is not m for m in matrices)]
         rate = config.learning_rate
         groups: list[dict[str, Any]] = [
             {"params": matrices, "peak_lr": rate, "weight_decay": config.weight_decay},
-            {"params": biases, "peak_lr": rate, "weight_decay": 0.0},
+            {"params": others, "peak_lr": rate, "weight_decay": 0.0},
         ]
         if config.finetune:
             self.modules["target"] = target.model
@@ -190,6 +192,7 @@ def heads_config(config: BlockwiseTraining, target: Target, data: TokenData) -> 
         block_diagonal=config.block_diagonal,
         condition_on_next=config.condition_on_next,
         copy_match=config.copy_match,
+        copy_map=config.copy_match > 0 and not target.tied,
         training={
             "finetune": config.finetune,
             "loss": config.loss,

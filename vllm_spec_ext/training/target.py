@@ -59,6 +59,12 @@ class Target:
         """Where the weights are."""
         return next(self.model.parameters()).device
 
+    @property
+    def tied(self) -> bool:
+        """Whether the vocabulary projection is the embedding."""
+        head: Any = self._head
+        return head.weight is self._embedding.weight
+
     def hidden(
         self,
         token_ids: Tensor,  # [batch, length] int64, right-padded
