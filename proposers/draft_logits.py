@@ -33,7 +33,12 @@ class DraftLogits:
     def __call__(self, states: Tensor) -> Tensor | None:
         """Logits [n, m] of states [n, hidden_size]; None on ranks that vLLM gives none."""
         if self._rows is not None:
-            return functional.linear(states.to(self._rows.dtype), self._rows)
+            states = states.to(self._rows.dtype)
+            if states.device.type == "cpu":
+                # Few states: the tall product from the left takes a third of linear()'s time (4
+                # states, 16,384 tokens, float32, two cores: 2.3 instead of 7.3 ms).
+                return (self._rows @ states.T).T.contiguous()
+            return functional.linear(states, self._rows)
         logits: Tensor | None = self._target.compute_logits(states)
         if logits is None or self._ids is None:
             return logits
