@@ -31,7 +31,7 @@ from vllm_spec_ext.proposers.base import (
     proposer,
 )
 from vllm_spec_ext.proposers.copied_tokens import copied_tokens
-from vllm_spec_ext.proposers.occurrence_index import OccurrenceIndex
+from vllm_spec_ext.proposers.occurrence_index import OccurrenceIndex, warm_up
 from vllm_spec_ext.proposers.worth import Worth
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class Blockwise(BaseProposer):
             # A tree's budget counts nodes, so there it does not bound the depth.
             num_draft_tokens=None if self._options.tree else engine.num_speculative_tokens,
         )
-        embedding = config.condition_on_next or config.copy_match
-        if embedding and not hasattr(engine.target, "embed_input_ids"):
+        self._embed: Any = getattr(engine.target, "embed_input_ids", None)
+        if self._embed is None and (config.condition_on_next or config.copy_match):
             raise SpecExtError(
                 f"the heads in {self._options.model} use embeddings of tokens, but {engine.model} "
                 "offers no embed_input_ids(); train with --no-condition-on-next --copy-match 0"
@@ -104,10 +104,8 @@ class Blockwise(BaseProposer):
         self._random = torch.Generator(engine.device or "cpu").manual_seed(_SEED)
         self._seeded = torch.Generator(engine.device or "cpu")
         self._logits = DraftLogits(engine.target, self._heads.draft_vocab, engine.vocab_size)
-        if config.copy_match:  # compile now, not in the first request
-            warm = OccurrenceIndex()
-            warm.append(np.zeros(4, np.int32))
-            copied_tokens(warm, config.copy_match, config.num_heads)
+        if config.copy_match:
+            warm_up()
         if self._options.tree:
             one = np.log(np.full((1, 1), 0.5, np.float32))
             self._tree(one, np.zeros((1, 1), np.int32), 1, -math.inf)
@@ -175,10 +173,6 @@ class Blockwise(BaseProposer):
         states = heads(hidden, seen, self._embed)[:, :depth]
         logits = self._logits(states.reshape(-1, config.hidden_size))
         return None if logits is None else logits.unflatten(0, (len(rows), depth))
-
-    def _embed(self, token_ids: "torch.Tensor") -> "torch.Tensor":
-        embedded: torch.Tensor = self._target.embed_input_ids(token_ids)
-        return embedded
 
     def _seen(self, requests: Sequence[RequestStep], device: "torch.device") -> "TokensSeen":
         """Tokens that the heads see, the copied ones only if these heads do."""

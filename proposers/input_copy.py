@@ -34,7 +34,7 @@ from vllm_spec_ext.proposers.base import (
     proposer,
 )
 from vllm_spec_ext.proposers.chat_markers import ChatMarkers, find_chat_markers
-from vllm_spec_ext.proposers.occurrence_index import NO_POSITION, Match, OccurrenceIndex
+from vllm_spec_ext.proposers.occurrence_index import NO_POSITION, Match, OccurrenceIndex, warm_up
 from vllm_spec_ext.proposers.source_span import span_between
 from vllm_spec_ext.proposers.word_forms import fold_vocabulary
 
@@ -122,9 +122,7 @@ class InputCopy(BaseProposer):
         if self.options.fold_case:
             self._folded = fold_vocabulary(tokenizer, engine.vocab_size)
         self._answers = AnswerMemory(self.options.earlier_answers, separator=engine.vocab_size)
-        warm = OccurrenceIndex()
-        warm.append(np.zeros(4, np.int32))
-        warm.longest(warm.tokens[2:], self.options.max_ngram, own=True)
+        warm_up()
 
     def propose(self, step: StepContext) -> list[Draft]:
         """One chain a request; empty where the output is not being copied."""

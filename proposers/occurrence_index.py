@@ -103,3 +103,10 @@ class OccurrenceIndex:
         self._previous: Int32s = np.empty((2, capacity), np.int32)
         self._keys: Int64s = np.full((2, slots), self._kernels.EMPTY_KEY, np.int64)
         self._heads: Int32s = np.empty((2, slots), np.int32)
+
+
+def warm_up() -> None:
+    """Compile the loops now, not in the first request."""
+    index = OccurrenceIndex()
+    index.append(np.zeros(4, np.int32))
+    index.longest(index.tokens[2:], 2, own=True)

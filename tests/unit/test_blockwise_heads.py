@@ -174,7 +174,9 @@ def test_default_width_keeps_smollm2_heads_at_about_8_mb(
         condition_on_next=conditioned,
         copy_match=8 if copying else 0,
     )
-    assert 6_500_000 < config.num_parameters * 2 < 8_100_000
+    # What heads with copies have beside the matrices is not in the budget.
+    least, most = (6_500_000, 8_100_000) if copying else (7_000_000, 7_990_000)
+    assert least < config.num_parameters * 2 < most
 
 
 def test_round_trip(folder: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -269,6 +268,12 @@ def test_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
         parse("--config", str(tmp_path / "c.json"))
 
 
+def run_python(code: str) -> None:
+    """Run code in a new process that finds this package; it must succeed."""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
+
+
 def test_training_imports_neither_vllm_nor_numba_nor_a_command_line_framework() -> None:
     code = (
         "import sys\n"
@@ -276,8 +281,7 @@ def test_training_imports_neither_vllm_nor_numba_nor_a_command_line_framework() 
         "import vllm_spec_ext.training.blockwise, vllm_spec_ext.training.dry_run\n"
         "assert not any(name.startswith('vllm_spec_ext.cli') for name in sys.modules)\n"
     )
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.getcwd()}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
+    run_python(code)
 
 
 def test_copies_are_found_without_numba() -> None:
@@ -291,8 +295,7 @@ def test_copies_are_found_without_numba() -> None:
         "index.append(np.array([1, 2, 3, 4, 1, 2], np.int32))\n"
         "assert copied_tokens(index, 8, 2).tokens.tolist() == [3, 4]\n"
     )
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.getcwd()}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
+    run_python(code)
 
 
 def test_a_numba_that_cannot_work_here_is_an_error(tmp_path: Path) -> None:
@@ -314,5 +317,4 @@ def test_numba_stays_unloaded_until_it_is_needed() -> None:
         "import sys, vllm_spec_ext.training.blockwise, vllm_spec_ext.proposers.blockwise\n"
         "assert 'numba' not in sys.modules\n"
     )
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.getcwd()}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
+    run_python(code)

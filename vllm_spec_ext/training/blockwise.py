@@ -25,9 +25,9 @@ from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.heads_task import HeadsTask
 from vllm_spec_ext.training.hidden import (
     cached_states,
-    has_recorded_states,
     live_states,
     recorded_states,
+    uses_recorded_states,
     write_cache,
 )
 from vllm_spec_ext.training.loop import LoopSettings, run_loop
@@ -80,7 +80,7 @@ def train_blockwise(config: BlockwiseTraining, report: Report = print) -> HeadFi
         target = load_target(config.model, device, dtype, frozen=not config.finetune)
     check_data(data, target)
     states = live_states(target)
-    if config.cache_hidden and has_recorded_states(data) and not config.prompt_text:
+    if uses_recorded_states(config, data):
         report(f"hidden states: recorded with the data ({data.folder})")
         states = recorded_states(target, data)
     elif config.cache_hidden:

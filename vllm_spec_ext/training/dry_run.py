@@ -13,9 +13,9 @@ from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
 from vllm_spec_ext.training.heads_task import HeadsTask
 from vllm_spec_ext.training.hidden import (
     cache_bytes,
-    has_recorded_states,
     live_states,
     recorded_states,
+    uses_recorded_states,
 )
 from vllm_spec_ext.training.loop import duration
 from vllm_spec_ext.training.prompts import read_prompts
@@ -54,7 +54,7 @@ def dry_run(
     states = live_states(target)
     once = 0.0
     stored = config.cache_hidden
-    if stored and not invented and has_recorded_states(data) and not config.prompt_text:
+    if uses_recorded_states(config, data):
         report("hidden states: recorded with the data")
         stored, states = False, recorded_states(target, data)
     elif stored:

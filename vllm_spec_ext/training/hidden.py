@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.training.atomic import write_bytes
 from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
+from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import TokenData, open_manifest, states_path
 from vllm_spec_ext.training.target import Target
 
@@ -109,6 +110,11 @@ def has_recorded_states(data: TokenData) -> bool:
     """Whether the states of all continuations were recorded with the data."""
     shards = range(int(data.manifest.get("num_shards", 0)))
     return bool(shards) and all(states_path(data.folder, i).is_file() for i in shards)
+
+
+def uses_recorded_states(config: BlockwiseTraining, data: TokenData) -> bool:
+    """Whether a run trains on recorded states; they lack those of the prompts' own text."""
+    return config.cache_hidden and not config.prompt_text and has_recorded_states(data)
 
 
 def recorded_states(target: Target, data: TokenData) -> HiddenSource:
