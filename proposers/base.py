@@ -106,6 +106,17 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
+class TargetFacts:
+    """What is known about the target before its weights are loaded."""
+
+    model: str  # name or folder
+    vocab_size: int
+    hidden_size: int | None  # None = its configuration does not say
+    num_speculative_tokens: int
+    load_tokenizer: Callable[[], object | None]  # as of EngineHandle
+
+
+@dataclass(frozen=True)
 class EngineHandle:
     """What a proposer may know about the engine that runs it."""
 
@@ -213,6 +224,15 @@ class BaseProposer(ABC):
     def __init__(self, options: MethodOptions) -> None:
         """Keep the method's validated options."""
         self.options = options
+
+    @classmethod
+    def check(cls, options: MethodOptions, target: TargetFacts) -> None:
+        """Refuse files that do not belong to the target; raises SpecExtError.
+
+        Called in the front end before any weight is loaded, where the reason is the last line that
+        a user reads; a worker's error would end in "see root cause above". Import what it takes
+        inside, and no numba: the front end may become a worker.
+        """
 
     def start(self, engine: EngineHandle) -> None:
         """Nothing to load."""

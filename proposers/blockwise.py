@@ -28,6 +28,7 @@ from vllm_spec_ext.proposers.base import (
     RequestStep,
     StepContext,
     StepOutcome,
+    TargetFacts,
     proposer,
 )
 from vllm_spec_ext.proposers.copied_tokens import copied_tokens
@@ -67,6 +68,21 @@ class Blockwise(BaseProposer):
         self._target: Any = None
         self._worth = Worth()
         self._texts: dict[str, OccurrenceIndex] = {}  # of unfinished requests, with copy_match
+
+    @classmethod
+    def check(cls, options: MethodOptions, target: TargetFacts) -> None:
+        """Heads that are missing, damaged, too few, or of another target; raises SpecExtError."""
+        from vllm_spec_ext.proposers.blockwise_heads import check_heads
+
+        asked = cast(BlockwiseOptions, options)
+        tokenizer = target.load_tokenizer()
+        check_heads(
+            asked.model,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+            num_draft_tokens=None if asked.tree else target.num_speculative_tokens,
+        )
 
     def start(self, engine: EngineHandle) -> None:
         """Load the heads onto the target's device and check that they belong to it.

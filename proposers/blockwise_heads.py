@@ -28,6 +28,7 @@ from vllm_spec_ext.errors import SpecExtError
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+MOST_UNITS = 1 << 20  # far above any model; below it, no product of sizes overflows
 
 
 class HeadsConfig(BaseModel):
@@ -40,14 +41,14 @@ class HeadsConfig(BaseModel):
     format_version: Literal[1] = 1
     target: str
     """Name or folder of the target when the heads were trained; for people, never compared."""
-    hidden_size: int = Field(ge=1)
+    hidden_size: int = Field(ge=1, le=MOST_UNITS)
     vocab_size: int = Field(ge=1)
     tokenizer_fingerprint: str | None = None
     """See :func:`vllm_spec_ext.fingerprint.tokenizer_fingerprint`; None = not known."""
     num_heads: int = Field(ge=1, le=32)
     """Heads with weights = most draft tokens in a row. The paper's k counts the target itself as
     its first head: ``k = num_heads + 1``."""
-    head_width: int = Field(ge=1)
+    head_width: int = Field(ge=1, le=MOST_UNITS)
     """Hidden units of each head (d_h)."""
     block_diagonal: bool = False
     """Each head has a private hidden layer, not all one of num_heads * head_width."""
@@ -223,8 +224,34 @@ def load_heads(
     Raises:
         SpecExtError: No such folder, a damaged file, a wrong target, or too few heads.
     """
+    folder, config = check_heads(
+        path,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        fingerprint=fingerprint,
+        num_draft_tokens=num_draft_tokens,
+    )
+    with torch.device("meta"):  # a damaged config may ask for more memory than there is
+        planned = BlockwiseHeads(config)
+    weights = _read_weights(folder, planned)
+    module = BlockwiseHeads(config)
+    module.load_state_dict(weights)
+    return config, module.eval().requires_grad_(False)
+
+
+def check_heads(
+    path: str | Path,
+    *,
+    hidden_size: int | None = None,
+    vocab_size: int | None = None,
+    fingerprint: str | None = None,
+    num_draft_tokens: int | None = None,
+) -> tuple[Path, HeadsConfig]:
+    """As :func:`load_heads`, without the weights; where the heads are, and what they are."""
     folder = _find_folder(path)
     config = read_config(folder)
+    if not (folder / WEIGHTS_NAME).is_file():
+        raise SpecExtError(f"no {WEIGHTS_NAME} in {folder}; copy or train the heads again")
     _check_target(folder, config, hidden_size, vocab_size, fingerprint)
     if num_draft_tokens is not None and num_draft_tokens > config.num_heads:
         raise SpecExtError(
@@ -232,9 +259,7 @@ def load_heads(
             f"asked for; set num_speculative_tokens to {config.num_heads} or less, or train more "
             f"heads (vllm-spec train blockwise --num-heads {num_draft_tokens})"
         )
-    module = BlockwiseHeads(config)
-    module.load_state_dict(_read_weights(folder, module))
-    return config, module.eval().requires_grad_(False)
+    return folder, config
 
 
 def read_config(folder: Path) -> HeadsConfig:

@@ -358,9 +358,11 @@ def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) 
     except ValidationError as error:
         lines = []
         for problem in error.errors():
-            where = ".".join(str(part) for part in problem["loc"]) or owner
-            found = "" if not problem["loc"] else f"; found {problem['input']!r}"
-            lines.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}{found}")
+            text = problem["msg"].removeprefix("Value error, ")
+            if problem["loc"]:  # else it is about several options together
+                where = ".".join(str(part) for part in problem["loc"])
+                text = f"{where}: {text}; found {problem['input']!r}"
+            lines.append(text)
         raise SpecExtError(f"bad option of {owner}: " + "; ".join(lines)) from error
 
 

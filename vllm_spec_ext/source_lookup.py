@@ -5,10 +5,15 @@ Used by :mod:`vllm_spec_ext.compat` to compare vLLM with what this plugin expect
 """
 
 import ast
+import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from vllm_spec_ext.errors import SpecExtError
 
 TESTED = ("0.32.0", "0.33.0 (source)")  # versions every hook was compared with
 
@@ -47,6 +52,24 @@ class HookStatus:
     found: bool
     ok: bool
     problem: str | None = None  # one line, if not ok
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """The folder that holds a package's source, given that folder or a wheel.
+
+    Raises:
+        SpecExtError: It is neither.
+    """
+    if path.is_dir():
+        yield path
+        return
+    if not zipfile.is_zipfile(path):
+        raise SpecExtError(f"found no folder and no wheel at {str(path)!r}; expected one of them")
+    with tempfile.TemporaryDirectory(prefix="vllm-spec-source-") as folder:
+        with zipfile.ZipFile(path) as wheel:
+            wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith(".py")])
+        yield Path(folder)
 
 
 def check_module(root: Path, module: str, hooks: Sequence[Hook]) -> list[HookStatus]:

@@ -12,7 +12,7 @@ This module is light; everything compiled is loaded when the engine starts.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from vllm_spec_ext.config import AdaptiveNgramOptions, MethodOptions
 from vllm_spec_ext.proposers.base import (
@@ -21,6 +21,7 @@ from vllm_spec_ext.proposers.base import (
     EngineHandle,
     StepContext,
     StepOutcome,
+    TargetFacts,
     proposer,
 )
 
@@ -49,6 +50,17 @@ class AdaptiveNgram(BaseProposer):
             options = AdaptiveNgramOptions.model_validate(options.model_dump())
         super().__init__(options)
         self.settings: AdaptiveNgramOptions = options
+
+    @classmethod
+    def check(cls, options: MethodOptions, target: TargetFacts) -> None:
+        """A corpus that cannot be read, or is another tokenizer's; raises SpecExtError."""
+        from vllm_spec_ext.proposers.adaptive_ngram import store
+
+        asked = cast(AdaptiveNgramOptions, options)
+        if asked.corpus is not None:
+            store.check_store(store.NgramStore(asked.corpus), target)
+        elif asked.overlay_file is not None:
+            store.target_fingerprint(target)  # refuses an engine without a tokenizer
 
     def start(self, engine: EngineHandle) -> None:
         """Open the store, reserve tables, compile; raises as :class:`NgramDrafter`."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from vllm_spec_ext.config import AdaptiveNgramOptions
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.fingerprint import check_fingerprint, tokenizer_fingerprint
 from vllm_spec_ext.proposers.adaptive_ngram import search as search_module
 from vllm_spec_ext.proposers.adaptive_ngram.learning import Learner
 from vllm_spec_ext.proposers.adaptive_ngram.lookup import BACKOFF, Lookup
@@ -22,7 +21,13 @@ from vllm_spec_ext.proposers.adaptive_ngram.search import (
     search_batch,
     settings_array,
 )
-from vllm_spec_ext.proposers.adaptive_ngram.store import MAX_VOCAB, NgramStore, empty_arrays
+from vllm_spec_ext.proposers.adaptive_ngram.store import (
+    MAX_VOCAB,
+    NgramStore,
+    check_store,
+    empty_arrays,
+    target_fingerprint,
+)
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     Draft,
@@ -77,14 +82,14 @@ class NgramDrafter:
         self.base = empty_arrays(vocab_size)
         if options.corpus is not None:
             self.store = NgramStore(options.corpus)
-            self._check_store(self.store, engine)
+            self.fingerprint = check_store(self.store, engine)
             # The sentinel row stands at the store's own vocabulary size, which may be smaller
             # than the (padded) one of the model; ids beyond it are in no store.
             vocab_size = self.store.header.vocab_size
             self.base = self.store.arrays
         self.learner = Learner(options, engine.max_num_seqs, vocab_size)
         if options.overlay_file is not None:
-            self._tokenizer_hash(engine)
+            self.fingerprint = self.fingerprint or target_fingerprint(engine)
             path = Path(options.overlay_file)
             if path.exists():
                 load_overlay(path, self.learner.shared, self.fingerprint, vocab_size)
@@ -92,32 +97,6 @@ class NgramDrafter:
         self._last_save = self.learner.shared_clock
         self._prepare(engine.num_speculative_tokens, engine.max_num_seqs, vocab_size)
         self._warm_up()
-
-    def _tokenizer_hash(self, engine: EngineHandle) -> str:
-        if not self.fingerprint:
-            tokenizer = engine.load_tokenizer()
-            if tokenizer is None:
-                raise SpecExtError(
-                    "adaptive_ngram must check that its corpus or overlay_file fits the tokenizer, "
-                    "but the engine has none (skip_tokenizer_init); load the tokenizer, or leave "
-                    "out corpus and overlay_file"
-                )
-            self.fingerprint = tokenizer_fingerprint(tokenizer)
-        return self.fingerprint
-
-    def _check_store(self, store: NgramStore, engine: EngineHandle) -> None:
-        header = store.header
-        check_fingerprint(
-            header.fingerprint,
-            self._tokenizer_hash(engine),
-            f"n-gram store {store.path} (tokenizer {header.tokenizer})",
-            f"Build one with `vllm-spec corpus build --tokenizer {engine.model}`.",
-        )
-        if header.vocab_size > engine.vocab_size:
-            raise SpecExtError(
-                f"n-gram store {store.path}: found a vocabulary of {header.vocab_size}, expected "
-                f"at most the model's {engine.vocab_size}; build it with the model's own tokenizer"
-            )
 
     def _prepare(self, budget: int, max_num_seqs: int, vocab_size: int) -> None:
         options = self.settings

@@ -21,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.fingerprint import check_fingerprint, tokenizer_fingerprint
+from vllm_spec_ext.proposers.base import EngineHandle, TargetFacts
 
 MAGIC = b"VSXNGRAM"
 VERSION = 1
@@ -232,3 +234,36 @@ def empty_arrays(vocab_size: int) -> BaseArrays:
     for part in parts:
         part.flags.writeable = False
     return BaseArrays(*parts)
+
+
+def target_fingerprint(target: TargetFacts | EngineHandle) -> str:
+    """Fingerprint of the target's tokenizer; raises SpecExtError if the engine has none."""
+    tokenizer = target.load_tokenizer()
+    if tokenizer is None:
+        raise SpecExtError(
+            "adaptive_ngram must check that its corpus or overlay_file fits the tokenizer, "
+            "but the engine has none (skip_tokenizer_init); load the tokenizer, or leave "
+            "out corpus and overlay_file"
+        )
+    return tokenizer_fingerprint(tokenizer)
+
+
+def check_store(store: NgramStore, target: TargetFacts | EngineHandle) -> str:
+    """Refuse a store of another tokenizer, or of a larger vocabulary; the tokenizer's fingerprint.
+
+    Raises:
+        SpecExtError: It cannot be used with this target.
+    """
+    header, found = store.header, target_fingerprint(target)
+    check_fingerprint(
+        header.fingerprint,
+        found,
+        f"n-gram store {store.path} (tokenizer {header.tokenizer})",
+        f"Build one with `vllm-spec corpus build --tokenizer {target.model}`.",
+    )
+    if header.vocab_size > target.vocab_size:
+        raise SpecExtError(
+            f"n-gram store {store.path}: found a vocabulary of {header.vocab_size}, expected "
+            f"at most the model's {target.vocab_size}; build it with the model's own tokenizer"
+        )
+    return found

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every command and every Python snippet of the README and the docs works as printed."""
 
+import gzip
 import importlib.util
 import json
 import re
@@ -32,6 +33,7 @@ from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.cli import bench as bench_module
 from vllm_spec_ext.cli import main as main_module
+from vllm_spec_ext.cli.demo_heads import demo_heads
 from vllm_spec_ext.compat import SUPPORTED
 from vllm_spec_ext.engine.shared_counters import COUNTERS
 
@@ -100,6 +102,10 @@ def test_vllm_spec(
     (tmp_path / "chats.jsonl").write_text('{"text": "He goes home. He goes home again."}\n' * 3)
     (tmp_path / "notes.txt").write_text("He goes home, and she goes home.\n" * 3)
     (tmp_path / "recorded.jsonl").write_text('{"prompt": "He goes", "output": "home again"}\n')
+    (tmp_path / "question.jsonl").write_text('{"category": "qa", "turns": ["Who?", "When?"]}\n')
+    (tmp_path / "HumanEval.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "def f():"}\n'))
+    (tmp_path / "dev.src").write_text("He go home .\n")
+    (tmp_path / "train.jsonl").write_text('{"question": "How many?"}\n')
     if words[1:3] == ["corpus", "info"]:
         build = ["corpus", "build", "--tokenizer", model_folder(), "--input", "chats.jsonl"]
         with pytest.raises(SystemExit):
@@ -118,7 +124,7 @@ def test_vllm_spec(
     monkeypatch.setattr(bench_module, "demo_model", model_folder)
     monkeypatch.setattr("vllm_spec_ext.training.blockwise.train_blockwise", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.top.fetch", stop)
-    monkeypatch.setattr("vllm_spec_ext.cli.plan.measure_times", stop)
+    monkeypatch.setattr("vllm_spec_ext.cli.plan.record_method", stop)
     with pytest.raises(SystemExit) as ended:
         main_module.main(words[1:])
     assert ended.value.code == 0, capsys.readouterr().err
@@ -126,7 +132,7 @@ def test_vllm_spec(
 
 def made_up_result() -> dict[str, Any]:
     """What `bench --json` writes, of one prompt."""
-    turn = TurnRecord(5, (1, 2, 3), (1, 2), 0.1, 1.0)
+    turn = TurnRecord(5, (1, 2, 3), (1, 2), 0.1, 1.0, (0.1, 0.9))
     run = EngineRun((QuestionRecord(0, "all", (turn,)),), 1.0, DraftCounters(), None, 0)
     result = BenchResult(
         BenchSettings(model="m", methods=["plain"]),
@@ -174,13 +180,19 @@ print("all accepted")
 """
 
 
-def test_vllm_serve_lines() -> None:
-    """vLLM's own parser takes every line, and our configuration step its JSON."""
+def test_vllm_serve_lines(tmp_path: Path) -> None:
+    """vLLM's own parser takes every line, and our configuration step its JSON and its files."""
+    (tmp_path / "heads").symlink_to(demo_heads())
+    (tmp_path / "chats.jsonl").write_text('{"text": "He goes home. He goes home again."}\n' * 3)
+    build = ["corpus", "build", "--tokenizer", model_folder(), "--input"]
+    with pytest.raises(SystemExit):
+        main_module.main([*build, str(tmp_path / "chats.jsonl"), "--out", str(tmp_path / "corpus")])
     lines = {text for _, text in commands() if text.startswith("vllm serve")}
     assert len(lines) >= 3
     words = [shlex.split(line.replace(MODEL, model_folder()))[2:] for line in sorted(lines)]
     done = subprocess.run(
         [sys.executable, "-c", CHECK_SERVE_LINES, json.dumps(words)],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         env=environment(),

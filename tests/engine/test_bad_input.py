@@ -15,6 +15,7 @@ from vllm_spec_ext.errors import (
     UnsupportedError,
 )
 from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.blockwise_heads import HeadsConfig
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,35 @@ def test_bad_settings(
 ) -> None:
     with pytest.raises(kind, match=words):
         start(tiny_model, speculative)
+
+
+def save_heads_of_another_model(folder: Path) -> dict[str, Any]:
+    """Heads whose configuration can be read, of a model like none here; no weights."""
+    config = HeadsConfig(target="another", hidden_size=64, vocab_size=99, num_heads=2, head_width=8)
+    folder.mkdir()
+    (folder / "config.json").write_text(config.model_dump_json())
+    (folder / "model.safetensors").touch()
+    return {"method": "blockwise", "model": str(folder)}
+
+
+def test_files_that_do_not_belong_to_the_target(tiny_model: Path, tmp_path: Path) -> None:
+    heads = save_heads_of_another_model(tmp_path / "heads")
+    with pytest.raises(
+        SpecExtError, match=r"does not fit the target.* hidden size 64 .*vocabulary"
+    ):
+        start(tiny_model, heads)
+    with pytest.raises(SpecExtError, match=r"no such folder: .*/none"):
+        start(tiny_model, heads | {"model": str(tmp_path / "none")})
+    (tmp_path / "heads/model.safetensors").unlink()
+    with pytest.raises(SpecExtError, match=r"no model.safetensors in "):
+        start(tiny_model, heads)
+    (tmp_path / "heads/config.json").write_text("{")
+    with pytest.raises(SpecExtError, match=r"config.json is damaged"):
+        start(tiny_model, heads)
+    corpus = tmp_path / "trigrams.vsx"
+    corpus.write_bytes(b"no store")
+    with pytest.raises(SpecExtError, match="cannot use n-gram store"):
+        start(tiny_model, {"method": "adaptive_ngram", "corpus": str(corpus)})
 
 
 def test_a_proposer_without_a_default_length(

@@ -27,6 +27,7 @@ def files(tmp_path: Path) -> dict[str, str]:
             [
                 {"question_id": 81, "category": "writing", "turns": ["Compose.", "Again."]},
                 {"question_id": 91, "category": "math", "turns": ["Add {one}."]},
+                {"question_id": 401, "category": "math_reasoning", "turns": ["How many?"]},
             ],
         ),
         "humaneval": lines(tmp_path / "HumanEval.jsonl.gz", [{"prompt": "def f(a={}):\n"}]),
@@ -38,17 +39,18 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_known_files_are_read_without_further_words(files: dict[str, str]) -> None:
     questions = load(parse(f"{name}={file}" for name, file in files.items()))
     assert [q.category for q in questions] == [
-        "spec_bench > writing",
-        "spec_bench > math",
+        "spec_bench > mt_bench",
+        "spec_bench > mt_bench",
+        "spec_bench > math_reasoning",
         "humaneval",
         "gsm8k",
         "jfleg",
         "jfleg",
     ]
     assert questions[0].follow_ups == ("Again.",)
-    assert questions[2].opening[0]["content"] == "Complete this Python function:\n\ndef f(a={}):\n"
-    assert questions[3].opening[0]["content"] == "How many?"
-    assert questions[5].opening[0]["content"].endswith("\n\nThey was late .")
+    assert questions[3].opening[0]["content"] == "Complete this Python function:\n\ndef f(a={}):\n"
+    assert questions[4].opening[0]["content"] == "How many?"
+    assert questions[6].opening[0]["content"].endswith("\n\nThey was late .")
 
 
 def test_a_limit_is_part_of_the_argument(files: dict[str, str]) -> None:

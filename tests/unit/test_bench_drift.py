@@ -9,7 +9,9 @@ from vllm_spec_ext.bench.records import DraftCounters, EngineRun, QuestionRecord
 
 def run_of(name: str, answers: list[tuple[int, ...]]) -> Run:
     records = tuple(
-        QuestionRecord(i, "any", (TurnRecord(3, tokens, (1,) * len(tokens), 0.1, 1.0),))
+        QuestionRecord(
+            i, "any", (TurnRecord(3, tokens, (1,) * len(tokens), 0.1, 1.0, (0.1,) * len(tokens)),)
+        )
         for i, tokens in enumerate(answers)
     )
     return Run(name, 1, 0, EngineRun(records, 1.0, DraftCounters(), None, 0))

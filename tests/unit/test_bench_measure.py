@@ -61,6 +61,30 @@ def test_steps_tokens_and_times_of_one_request() -> None:
     assert seen == [([1], 1), ([1, 2, 3, 4], 3), ([1, 2, 3, 4, 5], 1)]
 
 
+def test_steps_beside_another_ones_prefill_are_marked() -> None:
+    scripts = {"0-0": [[1], [2]], "1-0": [[1], [2], [3], [4], [5]], "2-0": [[], [1], [2]]}
+    engine = ScriptedEngine(scripts)
+    records, _ = run_questions(
+        engine, [(i, _question()) for i in range(3)], concurrency=2, clock=lambda: engine.now
+    )
+    turns = [record.turns[0] for record in records]
+    # Request 2 comes for 0 after the second step, and its prefill takes two.
+    assert [turn.stalled for turn in turns] == [(), (2, 3), ()]
+    assert turns[1].decode_steps == [1, 4]
+    assert turns[1].step_s == (1.0,) * 5
+    assert turns[2].step_s == (2.0, 1.0)
+
+
+def test_a_preempted_request_is_prefilled_again() -> None:
+    scripts = {"0-0": [[1], [2], [], [3], [4]], "1-0": [[1], [2], [3], [4], [5], [6]]}
+    engine = ScriptedEngine(scripts)
+    records, _ = run_questions(
+        engine, [(i, _question()) for i in range(2)], concurrency=2, clock=lambda: engine.now
+    )
+    # Nothing in the third step, and in the fourth the token that ends its second prefill.
+    assert [record.turns[0].stalled for record in records] == [(2,), (2, 3)]
+
+
 def test_a_step_that_only_ends_a_request_is_not_counted() -> None:
     engine = ScriptedEngine({"0-0": [[], [1], [2], []]})
     (record,), _ = run_questions(

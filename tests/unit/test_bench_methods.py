@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -44,6 +45,28 @@ def test_partial_settings_change_the_shorthand_and_full_ones_only_use_the_label(
 def test_bad_specifications_say_what_is_wrong(text: str, expected: str) -> None:
     with pytest.raises(SpecExtError, match=expected.replace("(", r"\(")):
         methods.parse_method(text)
+
+
+def test_a_method_of_vllm_that_needs_a_checkpoint_names_itself() -> None:
+    for name in methods.CHECKPOINT_METHODS:
+        found = methods.parse_method(f'{name}={{"model": "m", "num_speculative_tokens": 3}}')
+        assert found.config == {"method": name, "model": "m", "num_speculative_tokens": 3}
+        with pytest.raises(SpecExtError, match=f"method '{name}' drafts with a checkpoint"):
+            methods.parse_method(name)
+    with pytest.raises(SpecExtError, match='expected a "model" among them'):
+        methods.parse_method('heads={"method": "medusa"}')
+    for name in methods.OTHER_METHODS:
+        assert methods.parse_method(name).config == {"method": name}
+
+
+def test_vllms_names_are_those_of_the_installed_vllm() -> None:
+    pytest.importorskip("vllm")
+    from vllm.config.speculative import MTPModelTypes, SpeculativeMethod
+
+    ours = {*methods.VLLM_METHODS, *methods.CHECKPOINT_METHODS, *methods.OTHER_METHODS}
+    not_for_a_comparison = {"custom_class", "extract_hidden_states"}
+    old_names_of_mtp = {*get_args(MTPModelTypes)} - {"mtp"}
+    assert ours == {*get_args(SpeculativeMethod)} - not_for_a_comparison - old_names_of_mtp
 
 
 def test_plain_is_added_and_comes_first() -> None:

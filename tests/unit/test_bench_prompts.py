@@ -43,6 +43,22 @@ def test_texts_turns_and_messages(tmp_path: Path) -> None:
     assert three.opening == tuple(messages)
 
 
+def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
+    texts = ["one\u2028two", "three\u2029four", "five\x85six"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(("\r\n".join(lines) + "\r\n").encode())
+    assert [q.opening[0]["content"] for q in _load(str(path))] == texts
+    path.write_bytes("one\u2028two\r\n\r\nthree\n".encode())
+    found = prompts.load_lines(str(path), template=None, limit=None)
+    assert [(q.line, q.opening[0]["content"]) for q in found] == [(1, "one\u2028two"), (3, "three")]
+
+
+def test_no_category_may_be_null(tmp_path: Path) -> None:
+    (question,) = _load(_write(tmp_path, {"prompt": "a", "category": None}))
+    assert question.category == prompts.ALL
+
+
 def test_gzipped_files(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"prompt": "a"}\n'))

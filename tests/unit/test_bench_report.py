@@ -24,7 +24,8 @@ from vllm_spec_ext.cli import demo
 
 
 def _run(tokens: tuple[int, ...], steps: tuple[int, ...], wall_s: float) -> EngineRun:
-    turn = TurnRecord(5, tokens, steps, 0.1, wall_s)
+    gaps = (0.1, *[(wall_s - 0.1) / max(len(steps) - 1, 1)] * (len(steps) - 1))
+    turn = TurnRecord(5, tokens, steps, 0.1, wall_s, gaps)
     counters = DraftCounters(1, 4, 2, (1, 1, 0, 0)) if max(steps) > 1 else DraftCounters()
     return EngineRun((QuestionRecord(0, "copy", (turn,)),), wall_s, counters, None, 2**30)
 
@@ -53,8 +54,10 @@ def test_overview_row() -> None:
         "3.00",
         "4.0 [4.0-4.0]",
         "2.00x [2.00-2.00]",
+        "2.11x",
         "100",
         "300.0",
+        "900/900",
         "-",
         "1024",
         "yes",

@@ -12,7 +12,9 @@ import pytest
 from test_bench_report import _result
 
 from vllm_spec_ext.bench import provenance, saved
+from vllm_spec_ext.bench.compare import comparison
 from vllm_spec_ext.bench.drift import Drift
+from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.cli.main import main
 from vllm_spec_ext.errors import SpecExtError
@@ -53,9 +55,9 @@ def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("no json", "cannot read"),
-        ("[]", "found format None, expected 2"),
-        ('{"format": 1}', "found format 1, expected 2"),
-        ('{"format": 2}', "is damaged"),
+        ("[]", "found format None, expected 3"),
+        ('{"format": 2}', "found format 2, expected 3"),
+        ('{"format": 3}', "is damaged"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -75,6 +77,38 @@ def test_unlike_results_are_not_compared(tmp_path: Path) -> None:
         saved.require_alike([one, two])
     assert "dtype: 'float32' and 'bfloat16'" in str(error.value)
     assert f"cores: {FACTS['cores']!r} and 64" in str(error.value)
+
+
+def test_warm_up_and_torch_must_be_alike_and_repeats_need_not(tmp_path: Path) -> None:
+    result, versions = _result(), FACTS["versions"]
+    other = replace(result, settings=result.settings.model_copy(update={"repeats": 9}))
+    one = saved.load(_write(tmp_path / "one.json", result))
+    saved.require_alike([one, saved.load(_write(tmp_path / "two.json", other))])
+    other = replace(result, settings=result.settings.model_copy(update={"warm_up": 9}))
+    three = _write(tmp_path / "three.json", other, versions={**versions, "torch": "0.1"})
+    with pytest.raises(SpecExtError) as error:
+        saved.require_alike([one, saved.load(three)])
+    assert f"warm_up: {result.settings.warm_up} and 9; torch: " in str(error.value)
+
+
+def test_a_method_with_other_settings_is_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = _result()
+    ngram = next(method for method in result.methods if method.name == "ngram")
+    changed = Method("ngram", {**(ngram.config or {}), "num_speculative_tokens": 99, "near": 3})
+    others = [changed if method is ngram else method for method in result.methods]
+    one = _write(tmp_path / "one.json", result)
+    two = _write(tmp_path / "two.json", replace(result, methods=others))
+    out = tmp_path / "page.html"
+    assert _status("report", str(one), str(two), "--out", str(out)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "method 'ngram' of one and two cannot be compared; its settings differ in " in said
+    assert "near: None and 3" in said
+    assert "and 99" in said
+    assert not out.exists()
+    renamed = [replace(changed, name="wide") if m is changed else m for m in others]
+    comparison([saved.load(one), saved.load(_write(two, replace(result, methods=renamed)))])
 
 
 def test_page_is_whole_and_needs_nothing_from_outside(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 """Load tests of servers: the command that is run, the table, and what is refused."""
 
 import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,9 @@ def test_command_carries_the_settings() -> None:
         "--result-dir=d",
         "--result-filename=r.json",
         "--skip-chat-template",
+        # Both would show the server the first prompt of the pass before it is timed.
+        "--ready-check-timeout-sec=0",
+        "--num-warmups=0",
     } <= set(words)
     later = command(given, "ours", Load(8, 2.5), Path("p"), 3, Path("r"))
     assert {"--base-url=http://b:2", "--request-rate=2.5"} <= set(later)
@@ -61,9 +67,15 @@ def test_table_compares_with_the_first_server_in_the_same_repeat() -> None:
     assert plain[:2] == ["plain", "4, 2/s"]
     assert plain[4] == "1.00 [1.00-1.00]x"
     assert ours[4] == "1.75 [1.50-2.00]x"
-    assert ours[7:] == ["1.80", "0", "3/4"]
-    assert plain[7] == "-"  # its server drafts nothing
+    assert ours[7:] == ["-", "1.80", "0", "3/4"]
+    assert plain[8] == "-"  # its server drafts nothing
     assert table(passes, greedy=False)[1][1][-1] == "-"
+
+
+def test_table_shows_the_time_between_chunks() -> None:
+    times = {"mean_itl_ms": 8.0, "p99_itl_ms": 9.5}
+    headings, (row,) = table([Pass("a", Load(1, 0.0), 0, result(1.0, "x", **times))], greedy=True)
+    assert dict(zip(headings, row, strict=True))["ITL ms mean/p99"] == "8.0/9.5"
 
 
 def test_answers_that_failed_are_not_identical() -> None:
@@ -84,11 +96,18 @@ def test_every_pass_has_prompts_of_its_own_and_all_servers_get_them(
         out.write_text(json.dumps(result(1.0, "x", completed=1)))
 
     monkeypatch.setattr(served, "_drive", drive)
+    warmed: list[str] = []
     monkeypatch.setattr(served, "served_model", lambda name, url: "m")
+    monkeypatch.setattr(served, "warm_up", lambda name, url, model: warmed.append(name))
     given = settings(datasets={"copy_rate": {"limit": 12}}, repeats=3, batch_size=[1, 4])
     assert len(run_passes(given, lambda _: None)) == 12
     assert sent["http://a:1"] == sent["http://b:2"]
     assert len(set(sent["http://a:1"])) == 6
+    assert warmed == ["plain", "ours"]
+    said: list[str] = []
+    run_passes(given, said.append)
+    assert said[0].startswith("a pass has 2 prompts: 4 in flight are never reached; give more")
+    assert not any("never reached" in line for line in said[1:])
     with pytest.raises(SpecExtError, match="3 prompts for 6 passes"):
         run_passes(given.model_copy(update={"limit": 3}), lambda _: None)
 
@@ -116,6 +135,46 @@ def test_a_server_that_is_not_there() -> None:
     for url in ("http://127.0.0.1:9", "http://127.0.0.1:port"):
         with pytest.raises(SpecExtError, match="server 'ours' does not answer"):
             served_model("ours", url)
+
+
+@pytest.fixture
+def completions() -> Iterator[tuple[str, list[Any], list[int]]]:
+    """A server's URL, the bodies that it was sent, and the status it answers with."""
+    bodies: list[Any] = []
+    status = [200]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/completions"
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(status[0])
+            self.end_headers()
+            self.wfile.write(b'{"choices": [{"text": " four"}]}')
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    httpd = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{httpd.server_port}/", bodies, status
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def test_the_warm_up_is_a_text_of_no_pass(
+    completions: tuple[str, list[Any], list[int]],
+) -> None:
+    url, bodies, status = completions
+    served.warm_up("ours", url, "the model")
+    assert [(body["model"], body["prompt"]) for body in bodies] == [
+        ("the model", served.WARM_UP_PROMPT)
+    ]
+    status[0] = 500
+    with pytest.raises(
+        SpecExtError, match=r"'ours' lists its model, but .*/v1/completions gave no"
+    ):
+        served.warm_up("ours", url, "the model")
 
 
 @pytest.mark.parametrize(

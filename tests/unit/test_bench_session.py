@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmark refuses to measure."""
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from vllm_spec_ext.bench import session
+from vllm_spec_ext.bench import report, saved, session
 from vllm_spec_ext.bench.engine_client import EngineFailed
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.records import (
     DraftCounters,
+    EngineFacts,
     EngineRun,
     QuestionRecord,
     TurnRecord,
@@ -31,6 +36,9 @@ def test_a_full_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         session._require_memory(7)
 
 
+SCORING = 1000  # where a FakeClient may fail
+
+
 class FakeClient:
     """Answers every question in one step, and fails where it is told to."""
 
@@ -42,9 +50,14 @@ class FakeClient:
         self.calls.append((self.name, list(indices), fresh))
         if self.fails_at in indices:
             raise EngineFailed("gone")
-        turn = TurnRecord(1, (1,), (1,), 0.1, 0.5)
+        turn = TurnRecord(1, (1,), (1,), 0.1, 0.5, (0.1,))
         records = tuple(QuestionRecord(index, "all", (turn,)) for index in indices)
         return EngineRun(records, 0.5 * len(records), DraftCounters(1, 2, 1), (7.0,), 10)
+
+    def score(self, answers: Any) -> list[float]:
+        if self.fails_at == SCORING:
+            raise EngineFailed("out of memory")
+        return [-1.0] * len(answers)
 
     def pause(self) -> None:
         pass
@@ -95,3 +108,51 @@ def test_a_method_that_fails_in_mid_pass_leaves_no_run() -> None:
     assert [run.method for run in result.runs] == ["plain"]
     assert "gone" in result.failures["b"]
     assert [call[1] for call in calls if call[0] == "b"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def _play_all(monkeypatch: pytest.MonkeyPatch, plain_fails_at: int) -> BenchResult:
+    """A whole benchmark of plain decoding and a lossy method."""
+    clients: Any = {
+        "plain": FakeClient("plain", [], plain_fails_at),
+        "lossy": FakeClient("lossy", [], -1),
+    }
+
+    @contextlib.contextmanager
+    def running(*_: object) -> Iterator[Any]:
+        yield clients
+
+    monkeypatch.setattr(session, "engines_running", running)
+    facts = EngineFacts("float32", lossless=True, device="cpu", start_s=1.0)
+    result = BenchResult(
+        BenchSettings(model="m", methods=["plain", "lossy"], repeats=2),
+        [Method("plain", None), Method("lossy", {"method": "lossy"})],
+        [Question(1, "all", ({"role": "user", "content": "x"},))] * 4,
+        {"plain": facts, "lossy": replace(facts, lossless=False)},
+    )
+    session.run_benchmark(result, Path(), session.Events())
+    return result
+
+
+def test_drifts_of_a_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = _play_all(monkeypatch, -1)
+    assert [(drift.method, drift.log_prob) for drift in result.drifts] == [("lossy", -1.0)]
+    assert result.failures == {}
+
+
+@pytest.mark.parametrize(
+    ("plain_fails_at", "runs_of_plain", "reason"),
+    [(2, 0, "gone"), (SCORING, 2, "timed, but not every drift is measured: out of memory")],
+)
+def test_what_was_measured_outlives_plain_decoding(
+    plain_fails_at: int, runs_of_plain: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = _play_all(monkeypatch, plain_fails_at)
+    methods = [run.method for run in result.runs]
+    assert (methods.count("plain"), methods.count("lossy")) == (runs_of_plain, 2)
+    assert result.drifts == []
+    assert reason in result.failures["plain"]
+    assert "lossy" in report.markdown_table(*report.overview(result))
+    assert any(
+        f"FAILED plain: {result.failures['plain']}" in x for x in report.verdict_lines(result)
+    )
+    assert len(saved.to_json(result, {})["runs"]) == 2 + runs_of_plain

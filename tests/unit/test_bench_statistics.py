@@ -22,7 +22,9 @@ def question(
     index: int, steps: tuple[int, ...], wall_s: float, *, category: str = "a", first_token: int = 0
 ) -> QuestionRecord:
     tokens = tuple(range(first_token, first_token + sum(steps)))
-    return QuestionRecord(index, category, (TurnRecord(3, tokens, steps, wall_s / 4, wall_s),))
+    gaps = (wall_s / 4, *[0.75 * wall_s / max(len(steps) - 1, 1)] * (len(steps) - 1))
+    turn = TurnRecord(3, tokens, steps, wall_s / 4, wall_s, gaps)
+    return QuestionRecord(index, category, (turn,))
 
 
 def engine_run(
@@ -45,8 +47,26 @@ def test_speed_is_a_mean_over_questions_at_batch_one_and_a_total_otherwise() -> 
     run = engine_run(question(0, (1, 9), 1.0), question(1, (1, 9), 4.0), wall_s=4.0)
     assert statistics.tokens_per_second(run, 1) == pytest.approx((10 / 1 + 10 / 4) / 2)
     assert statistics.tokens_per_second(run, 2) == pytest.approx(20 / 4)
-    assert statistics.decode_tokens_per_second(run) == pytest.approx((9 / 0.75 + 9 / 3) / 2)
-    assert statistics.decode_tokens_per_second(engine_run(question(0, (1,), 1.0))) == 0.0
+    assert statistics.seconds_per_token(run) == pytest.approx((0.75 / 9 + 3 / 9) / 2)
+    assert statistics.seconds_per_token(engine_run(question(0, (1,), 1.0))) == 0.0
+
+
+def test_decoding_time_leaves_out_the_prefills_of_others() -> None:
+    turn = TurnRecord(3, (1, 2, 3, 4, 5), (1, 1, 1, 2), 1.0, 13.0, (1.0, 1.0, 10.0, 1.0), (2,))
+    one_token = question(1, (1,), 1.0)
+    run = Run("x", 8, 0, engine_run(QuestionRecord(0, "a", (turn,)), one_token))
+    (summary,) = statistics.summarise([run], None)
+    assert summary.token_ms.median == pytest.approx(2000 / 3)
+    # Its user waits for them all the same.
+    assert (summary.gap_p50_ms, summary.gap_p99_ms) == (1000.0, 10000.0)
+    assert summary.decode_speed_up is None
+    # A question that only one of both has decoding steps of is left out of the ratio.
+    plain = Run("plain", 8, 0, engine_run(question(0, (1, 1, 1), 4.0), question(1, (1, 1), 400.0)))
+    found = statistics.summarise([plain, run], "plain")[1].decode_speed_up
+    assert found is not None
+    assert found.median == pytest.approx(1.5 / (2 / 3))
+    plain = Run("plain", 8, 0, engine_run(one_token))
+    assert statistics.summarise([plain], "plain")[0].decode_speed_up is None
 
 
 @pytest.mark.parametrize(

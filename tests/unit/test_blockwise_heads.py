@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise_heads import (
@@ -220,6 +221,11 @@ def test_damaged_and_missing_files_are_refused(folder: Path, tmp_path: Path) -> 
     changes: list[tuple[dict[str, object], str]] = [
         ({"head_width": 9}, "does not match config.json"),
         ({"head_width": 0}, "head_width"),
+        (
+            {"head_width": 10**6, "hidden_size": 10**6},
+            "does not match config.json",
+        ),  # more than there is memory
+        ({"head_width": 10**12}, "head_width"),
         ({"format_version": 2}, "format_version"),
         ({"model_type": "llama"}, "not of the target"),
     ]
@@ -232,12 +238,17 @@ def test_damaged_and_missing_files_are_refused(folder: Path, tmp_path: Path) -> 
         load_heads(folder)
 
 
-def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    heads = BlockwiseHeads(make_config())
-    torch.nn.init.constant_(heads.b_out, float("nan"))
-    save_heads(tmp_path, make_config(), heads, "fp32", FIGURES)
+def test_values_that_are_not_finite_are_refused(folder: Path, tmp_path: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["b_out"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors")
     with pytest.raises(SpecExtError, match="b_out holds values that are not finite"):
-        load_heads(tmp_path)
+        load_heads(folder)
+    heads = BlockwiseHeads(make_config())
+    torch.nn.init.constant_(heads.b_out, 1e9)
+    with pytest.raises(SpecExtError, match=r"not finite in fp16.*--save-dtype bf16"):
+        save_heads(tmp_path / "new", make_config(), heads, "fp16", FIGURES)
+    assert not (tmp_path / "new").exists()
 
 
 def test_draft_vocabulary_round_trip_and_refusal(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 """The doctor's checks, each on an environment where its subject is broken."""
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from vllm_spec_ext.cli import environment_checks as checks
 from vllm_spec_ext.cli.doctor import doctor
 from vllm_spec_ext.cli.environment_checks import Check
 from vllm_spec_ext.cli.vllm_metadata import VllmInstall
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.source_lookup import HookStatus
 
 FINE = [Check("python", "ok", "3.11"), Check("demo", "note", "not there", "pip install it")]
@@ -86,6 +88,43 @@ def test_hooks_are_listed_when_asked_for_or_changed(
     fake(monkeypatch, FINE, [HookStatus(HOOK, True, False, "takes [b], expected [a]")])
     doctor()
     assert "takes [b], expected [a]" in capsys.readouterr().out
+
+
+def test_another_vllm_is_looked_at_in_its_wheel(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = compat.find_root()
+    assert root is not None
+    wheel = tmp_path / "vllm-9.9-py3-none-any.whl"
+
+    def pack(modules: set[str]) -> None:
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for module in modules | {"vllm._version"}:
+                path = root.joinpath(*module.split("."))
+                file = path.with_suffix(".py")
+                file = file if file.is_file() else path / "__init__.py"
+                archive.write(file, file.relative_to(root))
+
+    modules = {hook.module for hook in compat.HOOKS}
+    pack(modules)
+    doctor(source=wheel)
+    count = len(compat.HOOKS)
+    printed = capsys.readouterr().out
+    assert f"{count} of {count} places are as expected" in printed
+    assert "Everything that is needed works" not in printed
+    missing = compat.HOOKS[0].module
+    pack(modules - {missing})
+    with pytest.raises(typer.Exit):
+        doctor(source=wheel)
+    assert "broken" in capsys.readouterr().out
+    with pytest.raises(typer.Exit):
+        doctor(source=wheel, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"]
+    broken = {hook["problem"] for hook in found["hooks"] if not hook["ok"]}
+    assert broken == {f"there is no module {missing}"}
+    with pytest.raises(SpecExtError, match="no folder and no wheel"):
+        doctor(source=tmp_path / "none.whl")
 
 
 def test_fix_repairs_first(

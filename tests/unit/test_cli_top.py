@@ -24,6 +24,7 @@ def page(steps: int, emitted: int, verified: int, accepted: int, quick: int, slo
         ("verified_nodes", verified),
         ("accepted_nodes", accepted),
         ("empty_drafts", steps // 4),
+        ("verified_drafts", steps - steps // 4),
     ):
         lines += [f"# TYPE spec_ext:{name} counter", f"spec_ext:{name}_total{LABELS} {value}"]
     lines.append("# TYPE spec_ext:drafter_microseconds histogram")
@@ -45,7 +46,8 @@ def test_figures_of_an_interval() -> None:
     now = read_metrics(page(140, 270, 600, 130, 60, 49), 2.0)
     assert now.server["vllm:num_requests_running"] == 5
     (row,) = engine_rows(now, before)
-    assert row == ["input_copy (exact)", "yes", "3.00", "5.00", "40%", "25%", "< 10 / < 100"]
+    assert row[:5] == ["input_copy (exact)", "yes", "3.00", "5.00", "40%"]
+    assert row[5:] == ["3.67", "25%", "< 10 / < 100"]  # 1 + 80 / 30 tokens of steps with a draft
     (row,) = engine_rows(before, None)
     assert row[2:5] == ["1.50", "4.00", "12%"]
 
@@ -53,7 +55,7 @@ def test_figures_of_an_interval() -> None:
 def test_nothing_happened() -> None:
     now = read_metrics(page(100, 150, 400, 50, 10, 0), 0.0)
     (row,) = engine_rows(now, now)
-    assert row[2:] == ["-", "-", "-", "-", "- / -"]
+    assert row[2:] == ["-", "-", "-", "-", "-", "- / -"]
     assert math.isnan(quantile({}, {}, 0.5))
 
 
@@ -91,6 +93,18 @@ def test_once(server: tuple[str, list[str]], capsys: pytest.CaptureFixture[str])
         main(["top", "--url", url, "--once"])
     assert stop.value.code == 2
     assert "shows no spec_ext:* metrics" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["<html><body>hello {</body></html>", 'a{le="x} 1', "\xff{"])
+def test_a_page_that_is_no_metrics(
+    text: str, server: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, shown = server
+    shown[0] = text
+    with pytest.raises(SystemExit) as stop:
+        main(["top", "--url", url, "--once"])
+    assert stop.value.code == 2
+    assert "expected Prometheus metrics" in " ".join(capsys.readouterr().err.split())
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:

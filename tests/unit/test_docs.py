@@ -2,14 +2,26 @@
 """README and docs agree with the code and with each other."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
+from test_bench_report import _result
 
-from vllm_spec_ext.cli.option_tables import END, main, markdown_table, outdated, with_tables
+from vllm_spec_ext.bench import provenance
+from vllm_spec_ext.bench.saved import SavedBench, to_json
+from vllm_spec_ext.cli.docs_tables import (
+    END,
+    END_MEASURED,
+    main,
+    markdown_table,
+    outdated,
+    with_tables,
+)
+from vllm_spec_ext.cli.main import main as command_line
 from vllm_spec_ext.config import InputCopyOptions
-from vllm_spec_ext.errors import UnknownNameError
+from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.proposers import registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +63,7 @@ def test_readme_is_short_and_lists_every_method() -> None:
 
 
 def test_option_tables_are_those_of_the_schemas() -> None:
-    assert outdated(DOCS) == {}, "run: python -m vllm_spec_ext.cli.option_tables --write docs"
+    assert outdated(DOCS) == {}, "run: python -m vllm_spec_ext.cli.docs_tables --write docs"
     assert markdown_table(InputCopyOptions) in (DOCS / "input_copy.md").read_text()
 
 
@@ -68,7 +80,31 @@ def test_tables_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["--check", str(tmp_path / "none")]) == 2
     assert "found no folder" in capsys.readouterr().err
     with pytest.raises(UnknownNameError, match="Did you mean 'input_copy'"):
-        with_tables(f"<!-- options: input_cpy -->\n{END}")
+        with_tables(f"<!-- options: input_cpy -->\n{END}", tmp_path)
+
+
+def test_measured_tables_come_from_a_run_without_its_texts(tmp_path: Path) -> None:
+    result = _result()
+    saved = SavedBench("run", result, provenance.collect(["vllm-spec", "bench", "/secret/path"]))
+    run_file, summary = tmp_path / "run.json", tmp_path / "measured" / "here.json"
+    run_file.write_text(json.dumps(to_json(result, saved.provenance)))
+    with pytest.raises(SystemExit) as stop:
+        command_line(["report", str(run_file), "--summary", str(summary)])
+    assert stop.value.code == 0
+    written = summary.read_text()
+    assert "/secret" not in written
+    assert "content" not in written
+    page = with_tables(f"<!-- measured: here -->\n{END_MEASURED}\n", tmp_path)
+    assert "copy 1 prompts; up to 128 tokens, float32, temperature 0, 3 passes; " in page
+    assert "| `ngram` | 1 | 3.00 | 4.0 | 2.00x | 2.11x | 100 | 300.0 |  | 1 of 1 |" in page
+    assert "| `ngram` | 1 | 3.00, 2.00x |" in page
+    assert with_tables(page, tmp_path) == page
+    page = with_tables(f"<!-- measured: here plain -->\n{END_MEASURED}", tmp_path)
+    assert "| copy | 1.00, 1.00x | 3.00, 2.00x |" in page
+    with pytest.raises(SpecExtError, match="'input_copy' was not measured; found plain, ngram"):
+        with_tables(f"<!-- measured: here input_copy -->\n{END_MEASURED}", tmp_path)
+    with pytest.raises(SpecExtError, match="cannot read"):
+        with_tables(f"<!-- measured: there -->\n{END_MEASURED}", tmp_path)
 
 
 def test_shown_proposer_is_the_example() -> None:

@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("prometheus_client")
@@ -10,8 +11,17 @@ pytest.importorskip("vllm")
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from vllm_spec_ext.engine.drafter import Drafter
 from vllm_spec_ext.engine.metrics import _Collector
 from vllm_spec_ext.engine.shared_counters import BUCKETS_US, CounterReadings, CounterWriter
+from vllm_spec_ext.proposers.base import (
+    EMPTY_DRAFT,
+    Draft,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+    chain,
+)
 
 
 def test_counts_of_all_ranks_add_up(tmp_path: Path) -> None:
@@ -61,3 +71,29 @@ def test_what_prometheus_reads(tmp_path: Path) -> None:
     assert f"spec_ext:emitted_tokens_total{labels} 7.0" in text
     assert 'spec_ext:drafter_microseconds_bucket{le="20.0",method="input_copy"' in text
     assert f"spec_ext:drafter_microseconds_sum{labels} 15.0" in text
+
+
+def _step(num_new: int, num_output: int) -> RequestStep:
+    tokens = np.arange(5 + num_output, dtype=np.int32)
+    return RequestStep("a", tokens, 5, [1] * num_new, room=4)
+
+
+def test_a_step_is_empty_if_it_had_no_draft_to_judge(tmp_path: Path) -> None:
+    drafter = Drafter.__new__(Drafter)
+    drafter._counters = CounterWriter(str(tmp_path), 0)
+    four, accepted = chain([1, 2, 3, 4]), [StepOutcome("a", 4, 3)]
+    played: list[tuple[RequestStep, list[StepOutcome], Draft]] = [
+        (_step(1, 1), [], four),  # the prefill's
+        (_step(4, 5), accepted, four),
+        (_step(4, 9), accepted, EMPTY_DRAFT),
+        (_step(1, 10), [], EMPTY_DRAFT),  # the last: nothing was drafted for it, nor after it
+    ]
+    for step, outcomes, draft in played[:3]:
+        drafter._count(StepContext([step]), outcomes, [draft])
+    found = CounterReadings([str(tmp_path)])
+    assert (found["steps"], found["verified_drafts"], found["empty_drafts"]) == (2, 2, 0)
+    step, outcomes, draft = played[3]
+    drafter._count(StepContext([step]), outcomes, [draft])
+    found = CounterReadings([str(tmp_path)])
+    assert (found["steps"], found["verified_drafts"], found["empty_drafts"]) == (3, 2, 1)
+    assert 1 + found["accepted_nodes"] / found["verified_drafts"] == 4.0

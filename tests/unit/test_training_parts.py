@@ -21,6 +21,7 @@ from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
 from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.prompts import read_prompts
+from vllm_spec_ext.training.record_states import RecordOptions, RecordStates, collect
 from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import (
     TokenData,
@@ -55,6 +56,9 @@ def test_prompts_from_all_shapes(tmp_path: Path) -> None:
     assert len(some) == 2
     assert some == read_prompts(mixed, "q", limit=2, seed=1)
     assert read_prompts([tmp_path / "p.txt"], "q") == ["first", "second"]
+    odd = "one\u2028two\u2029three\x85four"  # ends of lines to str.splitlines, not to JSON
+    (tmp_path / "odd.jsonl").write_text(json.dumps({"q": odd}, ensure_ascii=False) + "\n", "utf-8")
+    assert read_prompts([tmp_path / "odd.jsonl"], "q") == [odd]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +103,11 @@ def test_shards_round_trip_and_refusals(tmp_path: Path) -> None:
     assert data.prompt_lengths.tolist() == [1, 2, 3]
     with pytest.raises(SpecExtError, match=r"other settings \(model: 'a' there, 'b' asked\)"):
         open_manifest(tmp_path, {"num_shards": 2, "model": "b"})
+    manifest = (tmp_path / "manifest.json").read_text()
+    (tmp_path / "manifest.json").write_text('{"num_shards": "one"}')
+    with pytest.raises(SpecExtError, match=r"num_shards is 'one', expected a number"):
+        read_data(tmp_path)
+    (tmp_path / "manifest.json").write_text(manifest)
     path = shard_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(SpecExtError, match="is damaged"):
@@ -208,6 +217,51 @@ def test_plan_is_a_function_of_the_step_and_covers_every_epoch() -> None:
     assert plan.batch(9).columns.shape[0] <= 8 * 3
 
 
+def test_copies_of_a_text_are_on_one_side() -> None:
+    """Held-out text that was trained on would be known by heart."""
+    texts = make_data([6] * 40, [2] * 40)
+    copied = [i % 8 for i in range(40)]
+    ids = np.concatenate([texts.sequence(i) for i in copied])
+    data = TokenData(texts.folder, {}, ids, texts.offsets, texts.prompt_lengths)
+    split = split_data(data, 100, num_held_out=3, seed=4)
+    assert len(split.train) + len(split.held_out) == 40
+    held_out = {copied[i] for i in split.held_out}
+    assert held_out.isdisjoint(copied[i] for i in split.train)
+    assert len(split.held_out) == 5 * len(held_out) == 5
+    # Texts that are all different are split as they always were: a saved run can be resumed.
+    plain = split_data(texts, 100, num_held_out=3, seed=4)
+    order = np.random.default_rng([4, 0]).permutation(np.arange(40))
+    assert plain.held_out.tolist() == sorted(order[:3].tolist())
+    assert plain.train.tolist() == sorted(order[3:].tolist())
+    same = TokenData(
+        texts.folder, {}, np.tile(texts.sequence(0), 40), texts.offsets, texts.prompt_lengths
+    )
+    with pytest.raises(SpecExtError, match=r"40 of 40 sequences .* 1 of them different"):
+        split_data(same, 100, 3, 4)
+
+
+def test_recordings_are_complete_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.arange(12, dtype=np.float32).reshape(3, 4)
+    rows.tofile(tmp_path / "7-abc.f32")
+    assert np.array_equal(collect(tmp_path, "7", 3, 4), rows)
+    with pytest.raises(SpecExtError, match="recorded no hidden states for request 7"):
+        collect(tmp_path, "7", 3, 4)
+    rows[:, :2].tofile(tmp_path / "7.f32")  # cut short: fewer numbers, but a multiple of 3
+    with pytest.raises(SpecExtError, match="holds 6 numbers, expected 3 states of 4"):
+        collect(tmp_path, "7", 3, 4)
+    recorder = RecordStates(RecordOptions(folder=str(tmp_path)))
+    recorder._rows["8"] = [rows[0]]
+
+    def full(self: Path, mode: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(DiskFullError, match=r"disk full while writing .*8.f32"):
+        recorder.finish(["8"])
+
+
 def test_data_too_short_to_learn_from() -> None:
     with pytest.raises(SpecExtError, match="1 of 3 sequences have two tokens after their prompt"):
         split_data(make_data([4, 4, 4], [4, 2, 3]), 100, 10, 0)
@@ -243,6 +297,13 @@ def test_settings_from_flags_and_file(tmp_path: Path) -> None:
     yaml = tmp_path / "run.yaml"
     yaml.write_text("model: m\nout: heads\nprompts: [a.txt, b.txt]\n")
     assert parse("--config", str(yaml)).prompts == [Path("a.txt"), Path("b.txt")]
+    yaml.write_text("model: m\nout: ~/heads\ndata: ~/data\nprompts: a.txt\n")
+    one = parse("--config", str(yaml))
+    assert one.prompts == [Path("a.txt")]
+    assert (one.out, one.data_folder) == (Path.home() / "heads", Path.home() / "data")
+    yaml.write_bytes("model: é\n".encode("latin-1"))
+    with pytest.raises(SpecExtError, match=r"run.yaml is not UTF-8 text"):
+        parse("--config", str(yaml))
     paper = parse("--model", "m", "--out", "h", "--preset", "paper", "--loss", "all")
     assert (paper.condition_on_next, paper.block_diagonal, paper.loss) == (False, False, "all")
 
@@ -255,6 +316,17 @@ def test_settings_from_flags_and_file(tmp_path: Path) -> None:
         (["--model", "m", "--out", "h", "--loss", "some"], "loss.*found 'some'"),
         (["--model", "m", "--out", "h", "--raw-text", "--temperature", "1"], "temperature has no"),
         (["--config", "nowhere.json"], "cannot read the config file"),
+        (["--model", "m", "--out", "h", "--epochs", "inf"], "epochs.*found 'inf'"),
+        (["--model", "m", "--out", "h", "--clip", "nan"], "clip.*found 'nan'"),
+        (["--model", "m", "--out", "h", "--raw-text", "--chat", "always"], "without a chat temp"),
+        (["--model", "m", "--out", "h", "--push-to-hub", "a b/c"], "push_to_hub.*'a b/c'"),
+        (["--model", "m", "--out", "h", "--push-to-hub", "heads"], "expected 'user/name'"),
+        (
+            ["--model", "m", "--out", "h", "--push-to-hub", "a/b", "--stage", "eval"],
+            "makes no heads that push_to_hub could upload",
+        ),
+        (["--model", "m", "--out", "."], "name a folder for the heads"),
+        (["--model", "m", "--out", "/"], "name a folder for the heads"),
     ],
 )
 def test_bad_settings(arguments: list[str], message: str) -> None:

@@ -2,9 +2,11 @@
 """Several results of the same measurement side by side."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from vllm_spec_ext.bench.report import Row
 from vllm_spec_ext.bench.saved import SavedBench
+from vllm_spec_ext.errors import SpecExtError
 
 
 def comparison(results: Sequence[SavedBench]) -> tuple[list[str], list[Row]]:
@@ -12,7 +14,11 @@ def comparison(results: Sequence[SavedBench]) -> tuple[list[str], list[Row]]:
 
     The last column is the last result's speed-up over the first's: the same ratio to plain decoding
     is compared, so a machine that was slower that day does not count as a change.
+
+    Raises:
+        SpecExtError: A method has other settings in one result than in another.
     """
+    _require_same_settings(results)
     headings = ["method", "batch"]
     for saved in results:
         headings += [f"{saved.name}: tokens/step", f"{saved.name}: speed-up"]
@@ -31,3 +37,23 @@ def comparison(results: Sequence[SavedBench]) -> tuple[list[str], list[Row]]:
         row.append(f"{last / first - 1:+.1%}" if first and last else "-")
         rows.append(row)
     return [*headings, "change"], rows
+
+
+def _require_same_settings(results: Sequence[SavedBench]) -> None:
+    """A row's change must be the code's, not that of a setting behind the same name."""
+    first: dict[str, tuple[str, dict[str, Any]]] = {}  # method -> result it was seen in, settings
+    for saved in results:
+        for method in saved.result.methods:
+            settings = method.config or {}
+            where, expected = first.setdefault(method.name, (saved.name, settings))
+            unlike = [
+                f"{key}: {expected.get(key)!r} and {settings.get(key)!r}"
+                for key in dict.fromkeys([*expected, *settings])
+                if expected.get(key) != settings.get(key)
+            ]
+            if unlike:
+                raise SpecExtError(
+                    f"method {method.name!r} of {where} and {saved.name} cannot be compared; its "
+                    f"settings differ in {'; '.join(unlike)}. Measure it alike, give one of the "
+                    "two another name (LABEL=JSON), or make a report of each (--separate)"
+                )

@@ -5,6 +5,7 @@ A question's category is the dataset's name, followed by the file's own category
 that reports show each dataset, and each category of it.
 """
 
+import dataclasses
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,16 +22,30 @@ COPY_RATES = (0, 25, 50, 75, 100)  # percent of the sentences that are to be wri
 _SENTENCES = 8
 
 
+_MT_BENCH = (
+    "writing",
+    "roleplay",
+    "reasoning",
+    "math",
+    "coding",
+    "extraction",
+    "stem",
+    "humanities",
+)
+
+
 @dataclass(frozen=True)
 class Shape:
     """How the file of a well-known dataset is read."""
 
     field: str | None  # of a JSON line; None: each line of the file is a text
     template: str | None = None
+    groups: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the file's categories
 
 
 KNOWN: dict[str, Shape] = {
-    "spec_bench": Shape("turns"),  # question.jsonl of hemingkx/Spec-Bench
+    # question.jsonl of hemingkx/Spec-Bench, which pools MT-Bench's categories.
+    "spec_bench": Shape("turns", groups=dict.fromkeys(_MT_BENCH, "mt_bench")),
     "humaneval": Shape("prompt", "Complete this Python function:\n\n{text}"),
     "gsm8k": Shape("question"),
     "jfleg": Shape(
@@ -106,10 +121,12 @@ def _load(name: str, dataset: Dataset) -> list[Question]:
             raise SpecExtError(
                 f"{error.found}; set 'field' of the dataset {name!r} in a --config file"
             ) from error
-    return [
-        replace(q, category=name if q.category == ALL else name + WITHIN_DATASET + q.category)
-        for q in questions
-    ]
+    found = []
+    for question in questions:
+        inner = shape.groups.get(question.category, question.category)
+        category = name if inner == ALL else name + WITHIN_DATASET + inner
+        found.append(replace(question, category=category))
+    return found
 
 
 def copy_rate_questions(count: int) -> list[Question]:

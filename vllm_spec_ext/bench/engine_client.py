@@ -114,9 +114,13 @@ class EngineClient:
         """Sum of the token log-probabilities of each answer (question index, tokens)."""
         return self._ask("score", list(answers))
 
-    def trace(self, index: int, *, fresh: bool = True) -> dict[str, Any]:
+    def trace(self, index: int) -> dict[str, Any]:
         """Answer one question with every draft on record; see ``EngineServer.trace``."""
-        return self._ask("trace", index, fresh)
+        return self._ask("trace", index)
+
+    def record(self, indices: Sequence[int], concurrency: int) -> dict[str, Any]:
+        """Answer questions with every draft on record; see ``EngineServer.record``."""
+        return self._ask("record", list(indices), concurrency)
 
     def pause(self) -> None:
         """Stop all processes of the engine; it then takes no CPU time at all."""

@@ -11,15 +11,16 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from vllm_spec_ext.bench.measure import run_questions
 from vllm_spec_ext.bench.prompts import Question
-from vllm_spec_ext.bench.records import EngineFacts, EngineRun
+from vllm_spec_ext.bench.records import EngineFacts, EngineRun, QuestionRecord
 from vllm_spec_ext.bench.watchdog import watch
+from vllm_spec_ext.engine.step_log import MAX_STEPS
 from vllm_spec_ext.errors import SpecExtError
 
 if TYPE_CHECKING:
@@ -66,7 +67,13 @@ class EngineServer:
         if fresh:
             engine.forget()
         before = engine.counters()
-        records, wall_s = self._answer(indices, concurrency, report=True, stream=stream)
+
+        def send(tokens: Sequence[int], num_new: int) -> None:
+            self.pipe.send(("step", engine.pieces(tokens, num_new)))
+
+        records, wall_s = self._answer(
+            indices, concurrency, report=True, on_step=send if stream else None
+        )
         return EngineRun(
             questions=tuple(records),
             wall_s=wall_s,
@@ -85,33 +92,24 @@ class EngineServer:
             self.pipe.send(("progress", index))
         return scores
 
-    def trace(self, index: int, fresh: bool = True) -> dict[str, Any]:
+    def trace(self, index: int) -> dict[str, Any]:
         """Answer one question with every draft on record.
 
-        Args:
-            index: Which question.
-            fresh: Forget what was learned from earlier ones.
+        Returns:
+            What :meth:`record` does, and the ``prompt`` and ``output`` token ids of its first turn.
+        """
+        records, found = self._recorded([index], 1)
+        prompt = self._started().encode(self.questions[index].opening)
+        return {"prompt": prompt, "output": list(records[0].turns[0].token_ids), **found}
+
+    def record(self, indices: Sequence[int], concurrency: int) -> dict[str, Any]:
+        """Answer questions, so many at a time, with every draft on record, from a clean state.
 
         Returns:
-            ``prompt`` and ``output`` token ids, ``steps`` as the worker records them, and the
-            drafter's ``propose_us``, one entry a step.
+            ``steps`` of all requests as the worker records them, and the drafter's ``propose_us``,
+            one entry a step.
         """
-        engine = self._started()
-        if fresh:
-            engine.forget()
-        engine.llm.collective_rpc("spec_ext_record", args=(True,))
-        try:
-            records, _ = self._answer([index], 1, report=False)
-            steps = engine.llm.collective_rpc("spec_ext_recorded")[0]
-        finally:
-            engine.llm.collective_rpc("spec_ext_record", args=(False,))
-        prompt = engine.encode(self.questions[index].opening)
-        return {
-            "prompt": prompt,
-            "output": list(records[0].turns[0].token_ids),
-            "steps": steps,
-            "propose_us": list(engine.propose_us() or ()),
-        }
+        return self._recorded(indices, concurrency)[1]
 
     def close(self) -> None:
         """End the engine, if there is one."""
@@ -119,8 +117,36 @@ class EngineServer:
             self.engine.close()
             self.engine = None
 
+    def _recorded(
+        self, indices: Sequence[int], concurrency: int
+    ) -> tuple[list[QuestionRecord], dict[str, Any]]:
+        engine = self._started()
+        engine.forget()
+        steps: list[dict[str, Any]] = []
+        num_waiting = 0
+
+        def collect(*_: object) -> None:
+            nonlocal num_waiting
+            num_waiting += 1
+            if num_waiting > MAX_STEPS // 2:  # the worker's record is a ring
+                steps.extend(engine.llm.collective_rpc("spec_ext_recorded")[0])
+                num_waiting = 0
+
+        engine.llm.collective_rpc("spec_ext_record", args=(True,))
+        try:
+            records, _ = self._answer(indices, concurrency, report=True, on_step=collect)
+            steps += engine.llm.collective_rpc("spec_ext_recorded")[0]
+        finally:
+            engine.llm.collective_rpc("spec_ext_record", args=(False,))
+        return records, {"steps": steps, "propose_us": list(engine.propose_us() or ())}
+
     def _answer(
-        self, indices: Sequence[int], concurrency: int, *, report: bool, stream: bool = False
+        self,
+        indices: Sequence[int],
+        concurrency: int,
+        *,
+        report: bool,
+        on_step: Callable[[Sequence[int], int], None] | None = None,
     ) -> Any:
         engine = self._started()
 
@@ -128,16 +154,13 @@ class EngineServer:
             if report:
                 self.pipe.send(("progress", index))
 
-        def step(tokens: Sequence[int], num_new: int) -> None:
-            self.pipe.send(("step", engine.pieces(tokens, num_new)))
-
         return run_questions(
             engine,
             [(index, self.questions[index]) for index in indices],
             concurrency=concurrency,
             clock=time.perf_counter,
             on_answer=progress,
-            on_step=step if stream else None,
+            on_step=on_step,
         )
 
     def _started(self) -> "VllmEngine":

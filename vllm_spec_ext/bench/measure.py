@@ -50,6 +50,11 @@ class _Active:
     num_prompt_tokens: int = 0
     started_s: float = 0.0
     first_token_s: float | None = None
+    last_output_s: float = 0.0
+    beside_prefill: bool = False  # since its last output
+    skipped: bool = False  # by the last step
+    step_s: list[float] = field(default_factory=list)
+    stalled: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     turns: list[TurnRecord] = field(default_factory=list)
@@ -94,7 +99,8 @@ def run_questions(
         request_id = f"{item.index}-{len(item.turns)}"
         item.num_prompt_tokens = len(prompt)
         item.tokens, item.steps, item.first_token_s = [], [], None
-        item.started_s = clock()
+        item.step_s, item.stalled, item.beside_prefill, item.skipped = [], [], False, False
+        item.started_s = item.last_output_s = clock()
         engine.add(request_id, prompt, item.index)
         active[request_id] = item
 
@@ -104,9 +110,22 @@ def run_questions(
             submit(*waiting.popleft())
         outputs = engine.step()
         now = clock()
+        served = {output.request_id for output in outputs if output.token_ids}
+        # A request that got nothing although it had begun was preempted; its prefill comes again.
+        prefilling = any(
+            item.first_token_s is None or item.skipped or name not in served
+            for name, item in active.items()
+        )
+        for name, item in active.items():
+            item.skipped = name not in served
+            item.beside_prefill |= prefilling and item.first_token_s is not None
         for output in outputs:
             item = active[output.request_id]
             if output.token_ids:
+                if item.beside_prefill:
+                    item.stalled.append(len(item.steps))
+                item.step_s.append(now - item.last_output_s)
+                item.last_output_s, item.beside_prefill = now, False
                 item.tokens.extend(output.token_ids)
                 item.steps.append(len(output.token_ids))
                 if item.first_token_s is None:
@@ -141,4 +160,6 @@ def _close_turn(item: _Active, now: float) -> TurnRecord:
         step_sizes=tuple(item.steps),
         first_token_s=wall_s if item.first_token_s is None else item.first_token_s,
         wall_s=wall_s,
+        step_s=tuple(round(seconds, 6) for seconds in item.step_s),
+        stalled=tuple(item.stalled),
     )

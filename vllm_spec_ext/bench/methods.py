@@ -22,6 +22,12 @@ VLLM_METHODS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 16},
 }
 
+# The other names of `SpeculativeMethod` in vLLM 0.32 config/speculative.py, written down because
+# importing that takes seconds (torch). A unit test compares them. First those that draft with a
+# checkpoint named by "model", then those whose layers come with the target, or that need none.
+CHECKPOINT_METHODS = ("dflash", "draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")
+OTHER_METHODS = ("dspark", "mtp", "ngram_gpu")
+
 DEFAULT_METHODS = (PLAIN, "ngram", "input_copy")
 
 
@@ -64,7 +70,7 @@ def parse_method(text: str) -> Method:
 
     Raises:
         UnknownNameError: The name stands for no method and the JSON names none.
-        SpecExtError: The JSON cannot be read or is no object.
+        SpecExtError: The JSON cannot be read, is no object, or lacks the ``model`` that drafts.
     """
     name, has_json, body = text.partition("=")
     name = name.strip()
@@ -98,12 +104,16 @@ def from_settings(name: str, given: Mapping[str, Any] | None) -> Method:
     if "method" not in settings:
         if name in VLLM_METHODS:
             settings = VLLM_METHODS[name] | settings
-        elif name in registry.names():
+        elif name in (*registry.names(), *CHECKPOINT_METHODS, *OTHER_METHODS):
             settings = {"method": name, **settings}
         else:
-            raise UnknownNameError(
-                "method", name, [PLAIN, *VLLM_METHODS, *registry.names(), "NAME=JSON"]
-            )
+            known = [PLAIN, *VLLM_METHODS, *CHECKPOINT_METHODS, *OTHER_METHODS, *registry.names()]
+            raise UnknownNameError("method", name, [*known, "NAME=JSON"])
+    if settings["method"] in CHECKPOINT_METHODS and not settings.get("model"):
+        raise SpecExtError(
+            f"method {name!r} drafts with a checkpoint, but its settings {settings} name none; "
+            f'expected a "model" among them: {name}={{"model": "NAME_OR_FOLDER", ...}}'
+        )
     return Method(name, settings)
 
 

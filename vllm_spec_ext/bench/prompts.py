@@ -56,7 +56,7 @@ def load(source: str, *, field: str, template: str | None, limit: int | None) ->
     """
     _check_template(template)
     questions = []
-    for number, line in enumerate(_read(source).splitlines(), 1):
+    for number, line in enumerate(_lines(source), 1):
         if line.strip():
             questions.append(parse_line(line, f"{source}, line {number}", number, field, template))
     if not questions:
@@ -72,7 +72,7 @@ def load_lines(source: str, *, template: str | None, limit: int | None) -> list[
     _check_template(template)
     questions = [
         Question(number, ALL, ({"role": "user", "content": _filled(template, line.strip())},))
-        for number, line in enumerate(_read(source).splitlines(), 1)
+        for number, line in enumerate(_lines(source), 1)
         if line.strip()
     ]
     if not questions:
@@ -109,7 +109,9 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
         raise NoFieldError(
             f"{where}: no field {field!r}; found {', '.join(map(repr, row)) or 'none'}"
         )
-    category = row.get("category", ALL)
+    category = row.get("category")
+    if category is None:
+        category = ALL
     if not isinstance(category, str):
         raise SpecExtError(f"{where}: 'category' is {category!r}, expected a text")
     value = row[field]
@@ -136,6 +138,11 @@ def digest(questions: Sequence[Question]) -> str:
     """SHA-256 over the questions as they are sent, to tell whether two results are comparable."""
     rows = [[q.category, list(q.opening), list(q.follow_ups)] for q in questions]
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+
+
+def _lines(source: str) -> list[str]:
+    # Not splitlines, which also breaks at U+2028, U+2029 and U+0085: JSON texts may hold them.
+    return [line.removesuffix("\r") for line in _read(source).split("\n")]
 
 
 def _read(source: str) -> str:

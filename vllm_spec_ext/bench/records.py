@@ -14,6 +14,18 @@ class TurnRecord:
     step_sizes: tuple[int, ...]  # new tokens of each target step; the first one is the prefill's
     first_token_s: float
     wall_s: float
+    step_s: tuple[float, ...]  # from the output before to that of each step
+    stalled: tuple[int, ...] = ()  # steps that waited for another request's prefill
+
+    @property
+    def decode_steps(self) -> list[int]:
+        """Steps after the first output that waited for nobody's prefill.
+
+        Requests of one length prefill and end together, those of a speculating engine do not: in a
+        batch their prefills would count against it.
+        """
+        stalled = set(self.stalled)
+        return [step for step in range(1, len(self.step_sizes)) if step not in stalled]
 
 
 @dataclass(frozen=True)

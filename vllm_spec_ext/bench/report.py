@@ -18,8 +18,10 @@ HEADINGS = [
     "tokens/step",
     "tok/s",
     "speed-up",
+    "decoding",
     "TTFT ms",
     "token ms",
+    "gap ms",
     "drafter us",
     "MiB",
     "lossless",
@@ -33,13 +35,15 @@ def overview(result: BenchResult) -> tuple[list[str], list[Row]]:
         [
             summary.method,
             str(summary.batch_size),
-            _number(summary.tokens_per_step, 2),
+            number(summary.tokens_per_step, 2),
             _spread(summary.tok_s, 1),
             _spread(summary.speed_up, 2, unit="x"),
-            _number(summary.first_token_ms.median, 0),
-            _number(summary.token_ms.median, 1),
-            _drafter_times(summary),
-            _number(summary.rss_mib, 0),
+            _decoding(summary),
+            number(summary.first_token_ms.median, 0),
+            number(summary.token_ms.median, 1),
+            _pair(summary.gap_p50_ms, summary.gap_p99_ms),
+            _pair(summary.propose_p50_us, summary.propose_p99_us),
+            number(summary.rss_mib, 0),
             _lossless(summary, result),
             _identical(summary, result),
         ]
@@ -55,9 +59,9 @@ def by_category(result: BenchResult) -> tuple[list[str], list[Row]]:
     for summary in summaries:
         cells = []
         for name in names:
-            cell = _number(summary.tokens_per_step_by_category.get(name, math.nan), 2)
+            cell = number(summary.tokens_per_step_by_category.get(name, math.nan), 2)
             if summary.speed_up_by_category:
-                cell += f" ({_number(summary.speed_up_by_category[name], 2)}x)"
+                cell += f" ({number(summary.speed_up_by_category[name], 2)}x)"
             cells.append(cell)
         rows.append([summary.method, str(summary.batch_size), *cells])
     return ["method", "batch", *names], rows
@@ -71,9 +75,9 @@ def drift_table(result: BenchResult) -> tuple[list[str], list[Row]]:
             drift.method,
             str(drift.batch_size),
             f"{drift.share_identical:.0%}",
-            _number(drift.edit_distance, 3),
-            _number(drift.log_prob, 3),
-            _number(drift.plain_log_prob, 3),
+            number(drift.edit_distance, 3),
+            number(drift.log_prob, 3),
+            number(drift.plain_log_prob, 3),
         ]
         for drift in result.drifts
     ]
@@ -89,8 +93,8 @@ def acceptance_lines(summaries: Sequence[Summary]) -> list[str]:
         positions = " ".join(f"{share:.2f}" for share in summary.acceptance_per_position)
         lines.append(
             f"{summary.method} (batch {summary.batch_size}): {counters.num_drafts} drafts of "
-            f"{_number(summary.draft_length, 1)} tokens, "
-            f"{_number(summary.acceptance_rate, 2)} of them accepted; per position {positions}"
+            f"{number(summary.draft_length, 1)} tokens, "
+            f"{number(summary.acceptance_rate, 2)} of them accepted; per position {positions}"
         )
     return lines
 
@@ -158,9 +162,12 @@ def caption(result: BenchResult, provenance: Mapping[str, Any]) -> str:
         f"{settings.repeats} repeats, {facts.dtype if facts else settings.dtype}, "
         f"temperature {settings.temperature:g}; {device}, {provenance['cores']} cores, "
         f"vLLM {engine}, {provenance['date'][:10]}. "
-        "Tokens per step without the prefill step; median [min-max] over repeats; TTFT = time to "
-        "first token; token ms = mean time between a request's later tokens; drafter time "
-        "per step, p50/p99; MiB of the engine's process."
+        f"Each engine first answered {settings.warm_up} of them, and forgot what it learned before "
+        "each repeat. Tokens per step without the prefill step; median [min-max] over repeats; "
+        "decoding = speed-up of the steps after the first token, prefills left out; TTFT = time to "
+        "first token; token ms = mean time between a request's later tokens, without other "
+        "requests' prefills; gap ms = time between a request's outputs as its user sees them, "
+        "p50/p99; drafter time per step, p50/p99; MiB of the engine's process."
     )
 
 
@@ -172,21 +179,25 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> str:
     )
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
+    """A figure; a dash where nothing was measured."""
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
 
 
 def _spread(spread: Spread | None, digits: int, unit: str = "") -> str:
     if spread is None:
         return "-"
-    low, high = _number(spread.low, digits), _number(spread.high, digits)
-    return f"{_number(spread.median, digits)}{unit} [{low}-{high}]"
+    low, high = number(spread.low, digits), number(spread.high, digits)
+    return f"{number(spread.median, digits)}{unit} [{low}-{high}]"
 
 
-def _drafter_times(summary: Summary) -> str:
-    if summary.propose_p50_us is None or summary.propose_p99_us is None:
-        return "-"
-    return f"{summary.propose_p50_us:.0f}/{summary.propose_p99_us:.0f}"
+def _decoding(summary: Summary) -> str:
+    found = summary.decode_speed_up
+    return "-" if found is None else f"{number(found.median, 2)}x"
+
+
+def _pair(one: float | None, other: float | None) -> str:
+    return "-" if one is None or other is None else f"{one:.0f}/{other:.0f}"
 
 
 def _lossless(summary: Summary, result: BenchResult) -> str:

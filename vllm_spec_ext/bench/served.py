@@ -3,7 +3,8 @@
 
 The servers take turns, pass by pass. The first one is the baseline: its answers are what the
 others' are compared with, and its throughput what theirs is divided by. A server remembers prompts
-and answers (prefix cache, earlier answers), so each pass has prompts that no pass before it had.
+and answers (prefix cache, earlier answers), so each pass has prompts that no pass before it had;
+for the same reason the warm-up is ours, not vLLM's, which sends a pass's first prompt.
 """
 
 import json
@@ -31,10 +32,16 @@ HEADINGS = [
     "speed-up",
     "TTFT ms p50/p99",
     "token ms p50/p99",
+    "ITL ms mean/p99",
     "accepted + 1",
     "failed",
     "identical",
 ]
+
+
+WARM_UP_PROMPT = "Count from one to twenty: one, two, three,"  # of no pass
+WARM_UP_TOKENS = 16
+WARM_UP_TIMEOUT_S = 600.0  # a server may compile at its first request
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,11 @@ def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass
     loads = [Load(n, rate) for n in settings.batch_size for rate in settings.request_rate]
     names = list(settings.servers)
     prompts_of_pass = _shares(settings, len(loads) * settings.repeats)
+    for warning in _unreached(settings.batch_size, min(map(len, prompts_of_pass))):
+        say(warning)
+    for name, url in settings.servers.items():
+        for _ in range(settings.warm_up):
+            warm_up(name, url, served_names[name])
     passes: list[Pass] = []
     with tempfile.TemporaryDirectory(prefix="vllm-spec-serve-") as folder:
         prompts = Path(folder) / "prompts.jsonl"
@@ -97,6 +109,16 @@ def _shares(settings: BenchSettings, num_passes: int) -> list[list[str]]:
     ]
 
 
+def _unreached(batch_sizes: Sequence[int], num_prompts: int) -> list[str]:
+    """What to say of numbers in flight that a pass has too few prompts for."""
+    return [
+        f"a pass has {num_prompts} prompts: {size} in flight are never reached; give more prompts "
+        "or fewer --repeats"
+        for size in batch_sizes
+        if size > num_prompts
+    ]
+
+
 def _result(out: Path, name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(out.read_text())
     if not result["completed"]:
@@ -117,6 +139,28 @@ def served_model(name: str, url: str) -> str:
         ) from error
 
 
+def warm_up(name: str, url: str, model: str) -> None:
+    """One small answer, untimed; raises SpecExtError if the server does not generate."""
+    body = {
+        "model": model,
+        "prompt": WARM_UP_PROMPT,
+        "max_tokens": WARM_UP_TOKENS,
+        "temperature": 0.0,
+    }
+    address = f"{url.rstrip('/')}/v1/completions"
+    request = urllib.request.Request(
+        address, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=WARM_UP_TIMEOUT_S) as answer:
+            json.load(answer)["choices"][0]["text"]
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+        raise SpecExtError(
+            f"server {name!r} lists its model, but {address} gave no completion of a small prompt: "
+            f"{error}; look at the server's log, or start it again with vllm serve"
+        ) from error
+
+
 def command(
     settings: BenchSettings, name: str, load: Load, prompts: Path, num_prompts: int, out: Path
 ) -> list[str]:
@@ -131,7 +175,9 @@ def command(
         "custom-output-len": settings.max_tokens,
         "max-concurrency": load.max_in_flight,
         "request-rate": load.rate or math.inf,
-        "num-warmups": settings.warm_up,
+        # Both send the first prompt of the pass, which the server then knows; see warm_up.
+        "ready-check-timeout-sec": 0,
+        "num-warmups": 0,
         "temperature": settings.temperature,
         "seed": settings.seed,
         "result-dir": out.parent,
@@ -179,6 +225,7 @@ def table(passes: Sequence[Pass], *, greedy: bool) -> tuple[list[str], list[list
                 _spread(ratios, 2) + "x",
                 f"{_median(results, 'median_ttft_ms'):.0f}/{_median(results, 'p99_ttft_ms'):.0f}",
                 f"{_median(results, 'median_tpot_ms'):.1f}/{_median(results, 'p99_tpot_ms'):.1f}",
+                _chunk_times(results),
                 _accepted(results),
                 str(sum(r["failed"] for r in results)),
                 _identical(group, first) if greedy else "-",
@@ -207,6 +254,13 @@ def _arrival(load: Load) -> str:
 
 def _median(results: Sequence[Mapping[str, Any]], key: str) -> float:
     return Spread.of([r[key] for r in results]).median
+
+
+def _chunk_times(results: Sequence[Mapping[str, Any]]) -> str:
+    keys = ("mean_itl_ms", "p99_itl_ms")
+    if any(key not in result for result in results for key in keys):
+        return "-"
+    return "/".join(f"{_median(results, key):.1f}" for key in keys)
 
 
 def _accepted(results: Sequence[Mapping[str, Any]]) -> str:

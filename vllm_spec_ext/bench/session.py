@@ -143,8 +143,8 @@ def run_benchmark(result: BenchResult, log_dir: Path, events: Events) -> None:
         for batch_size in result.settings.batch_size:
             for repeat in range(result.settings.repeats):
                 _run_in_turns(result, clients, batch_size, repeat, events)
-        if result.settings.temperature == 0:
-            result.drifts = list(_drifts(result, clients[result.plain]))
+        if result.settings.temperature == 0 and result.plain in clients:
+            _measure_drifts(result, clients, events)
 
 
 def turns(num_questions: int, batch_size: int) -> list[range]:
@@ -185,6 +185,16 @@ def _run_in_turns(
     for name in names:
         if name in clients:
             result.runs.append(Run(name, batch_size, repeat, join_runs(parts[name])))
+
+
+def _measure_drifts(result: BenchResult, clients: dict[str, EngineClient], events: Events) -> None:
+    """Fill ``result.drifts``; if plain decoding dies of it, all that was timed is still there."""
+    try:
+        for drift in _drifts(result, clients[result.plain]):
+            result.drifts.append(drift)
+    except EngineFailed as error:
+        reason = EngineFailed(f"all passes are timed, but not every drift is measured: {error}")
+        _drop(result, clients, result.plain, reason, events)
 
 
 def _drifts(result: BenchResult, plain: EngineClient) -> Iterator[Drift]:

@@ -177,6 +177,11 @@ def read_file(path: Path) -> dict[str, Any]:
     return found
 
 
+def parse_template(text: str | None) -> str | None:
+    """A template of a command line: in a shell's quotes, ``\\n`` is easier to type than a break."""
+    return None if text is None else text.replace("\\n", "\n")
+
+
 def parse_batch_sizes(text: str) -> list[int]:
     """Read ``1,8``; raises SpecExtError."""
     try:

@@ -7,7 +7,7 @@ tokens over the wall time of the pass. A speed-up compares means, within one rep
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_spec_ext.bench.prompts import WITHIN_DATASET
@@ -49,8 +49,10 @@ class Summary:
     tokens_per_step_with_prefill: float
     tokens_per_step_by_category: dict[str, float]
     tok_s: Spread
-    decode_tok_s: Spread  # per request, from its first token on
-    token_ms: Spread  # between a request's tokens after the first
+    decode_speed_up: Spread | None  # in token_ms; None: no plain run to compare with
+    token_ms: Spread  # between a request's tokens, steps beside another one's prefill left out
+    gap_p50_ms: float | None  # between a request's outputs, as its user sees them
+    gap_p99_ms: float | None
     first_token_ms: Spread
     speed_up: Spread | None  # None: no plain run to compare with
     speed_up_by_category: dict[str, float] | None  # batch 1 only
@@ -87,22 +89,20 @@ def tokens_per_second(run: EngineRun, batch_size: int) -> float:
     return sum(record.num_tokens for record in run.questions) / run.wall_s
 
 
-def decode_tokens_per_second(run: EngineRun) -> float:
-    """Mean over questions of the speed after the first output; 0 if none has more than that."""
-    return _mean(tokens / seconds for tokens, seconds in _after_first_output(run) if seconds > 0)
-
-
-def _seconds_per_token(run: EngineRun) -> float:
+def seconds_per_token(run: EngineRun) -> float:
     """Mean over questions of the time a token took after the first output; 0 if there is none."""
-    return _mean(seconds / tokens for tokens, seconds in _after_first_output(run))
+    return _mean(_decoding(run).values())
 
 
-def _after_first_output(run: EngineRun) -> Iterator[tuple[int, float]]:
-    """Tokens and seconds of each question that has tokens after its first outputs."""
+def _decoding(run: EngineRun) -> dict[int, float]:
+    """Seconds a token in the decoding steps of each question that has some, by its index."""
+    found = {}
     for record in run.questions:
-        tokens = sum(sum(turn.step_sizes[1:]) for turn in record.turns)
+        steps = [(turn, step) for turn in record.turns for step in turn.decode_steps]
+        tokens = sum(turn.step_sizes[step] for turn, step in steps)
         if tokens:
-            yield tokens, sum(turn.wall_s - turn.first_token_s for turn in record.turns)
+            found[record.index] = sum(turn.step_s[step] for turn, step in steps) / tokens
+    return found
 
 
 def compare(expected: Sequence[int], found: Sequence[int]) -> int | None:
@@ -149,6 +149,7 @@ def _summarise(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> S
     compared = sum(len(run.result.questions) for run, _ in pairs)
     counters = sum((run.result.counters for run in group), DraftCounters())
     times = [us for run in group for us in run.result.propose_us or ()]
+    gaps = [1e3 * gap for one in questions for turn in one.turns for gap in turn.step_s[1:]]
     return Summary(
         method=group[0].method,
         batch_size=batch_size,
@@ -158,8 +159,10 @@ def _summarise(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> S
             questions, lambda part: tokens_per_step(part, prefill=False)
         ),
         tok_s=Spread.of([tokens_per_second(run.result, batch_size) for run in group]),
-        decode_tok_s=Spread.of([decode_tokens_per_second(run.result) for run in group]),
-        token_ms=Spread.of([1000 * _seconds_per_token(run.result) for run in group]),
+        token_ms=Spread.of([1000 * seconds_per_token(run.result) for run in group]),
+        gap_p50_ms=percentile(gaps, 0.5) if gaps else None,
+        gap_p99_ms=percentile(gaps, 0.99) if gaps else None,
+        decode_speed_up=_decode_speed_up(group, baselines),
         first_token_ms=Spread.of([_first_token_ms(run.result) for run in group]),
         speed_up=_speed_up(group, baselines),
         speed_up_by_category=_category_speed_ups(group, baselines) if batch_size == 1 else None,
@@ -187,6 +190,19 @@ def _speed_up(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> Sp
         if base is not None:
             own = tokens_per_second(run.result, run.batch_size)
             ratios.append(own / tokens_per_second(base.result, run.batch_size))
+    return Spread.of(ratios) if ratios else None
+
+
+def _decode_speed_up(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> Spread | None:
+    """Over the questions that both have decoding steps of; ``None`` without one."""
+    ratios = []
+    for run in group:
+        base = baselines.get((run.batch_size, run.repeat))
+        own, plain = _decoding(run.result), _decoding(base.result) if base else {}
+        both = own.keys() & plain.keys()
+        seconds = sum(own[index] for index in both)
+        if seconds:
+            ratios.append(sum(plain[index] for index in both) / seconds)
     return Spread.of(ratios) if ratios else None
 
 

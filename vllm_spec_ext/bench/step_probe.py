@@ -4,11 +4,12 @@
     python -m vllm_spec_ext.bench.step_probe --model MODEL --json steps.json
 
 One engine in this process, drafts of random tokens (which are nearly all rejected, so that every
-step is alike). The shapes of one size take turns within a round, so that a busy machine slows all
-of them; times are medians over all rounds. ``vllm-spec plan`` runs it for chains alone.
+step is alike). Every batch size, size and shape has its turn in each round, so that a machine that
+slows down slows all of them; times are medians over all rounds. ``vllm-spec plan`` runs it.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -20,10 +21,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from vllm_spec_ext.config import RequestOptions
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import BaseProposer, Draft, StepContext, proposer
 
 METHOD = "step_probe"
+MIN_BATCHED_TOKENS = 2048
 Shape = Literal["chain", "wide", "binary", "star"]
 """No branches; four chains side by side; two children of every node; all nodes side by side."""
 
@@ -102,22 +105,30 @@ class Probe(BaseProposer):
         self._vocab_size = engine.vocab_size
 
 
+def answer_tokens(steps: int, size: int, prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens of an answer that is long enough: one a step, some while others are prefilled."""
+    prefill_steps = sum(len(prompt) // MIN_BATCHED_TOKENS + 1 for prompt in prompts)
+    return prefill_steps + steps + size + 4
+
+
 def step_times(engine: Any, prompts: Sequence[Any], size: int, shape: Shape, steps: int) -> Any:
     """Seconds of each decoding step of a batch, without its prefill."""
     from vllm import SamplingParams
 
     params = SamplingParams(
         temperature=0.0,
-        # Room for the whole draft up to the last step that counts; prefills may share one step.
-        max_tokens=steps + size + len(prompts) + 4,
+        # Room for the whole draft up to the last step that counts.
+        max_tokens=answer_tokens(steps, size, prompts),
         ignore_eos=True,
         extra_args={"spec_ext": {"shape": shape, "size": size}},
     )
     names = [f"probe-{i}" for i in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
-    for _ in range(len(prompts) + 1):  # prefills, then the first drafts
-        engine.step()
+    waiting = set(names)
+    while waiting:  # for prefills, which may take several steps
+        waiting -= {out.request_id for out in engine.step() if out.outputs[0].token_ids}
+    engine.step()  # the first one with drafts of all
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -154,7 +165,7 @@ def measure(
         steps: Timed steps of each run.
         rounds: Runs of each size and shape.
         engine_args: Other arguments of ``vllm.LLM``.
-        report: Receives a line for each size.
+        report: Receives a line for each round and size.
 
     Returns:
         Rows with ``batch``, ``nodes`` and the milliseconds of each shape.
@@ -167,31 +178,39 @@ def measure(
     from vllm.platforms import current_platform
 
     most, largest = max(batch_sizes), max(1, *sizes)
+    length = context + answer_tokens(steps, largest, [range(context)] * most)
     arguments: dict[str, Any] = {
         "enforce_eager": current_platform.is_cpu(),  # as servers run
-        "max_model_len": 2048,
+        "max_model_len": max(2048, length),
         "enable_prefix_caching": False,
+        **({"block_size": 32} if current_platform.is_cpu() else {}),  # as in `bench`
         **(engine_args or {}),
         "max_num_seqs": max(2, most),
-        "max_num_batched_tokens": max(2048, most * (largest + 1)),
+        "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, most * (largest + 1)),
         "speculative_config": {"method": METHOD, "num_speculative_tokens": largest},
     }
+    if arguments["max_model_len"] < length:
+        raise SpecExtError(
+            f"steps after {context} tokens take max_model_len={length}; found "
+            f"{arguments['max_model_len']}; raise it or lower --context"
+        )
     engine = LLM(model, **arguments).llm_engine
     vocab_size = engine.model_config.get_vocab_size()
     prompts = np.random.default_rng(0).integers(0, vocab_size, (most, context)).tolist()
+    cases = [(batch, size, shape) for batch in batch_sizes for size in sizes for shape in shapes]
+    times: dict[tuple[int, int, str], list[float]] = {case: [] for case in cases}
+    for turn in range(rounds + 1):
+        report("warming up" if not turn else f"round {turn} of {rounds}")
+        for batch, size, shape in cases:
+            found = step_times(engine, prompts[:batch], size, shape, steps)
+            times[batch, size, shape] += found if turn else []
     rows: list[dict[str, Any]] = []
-    for batch in batch_sizes:
-        for size in sizes:
-            times: dict[str, list[float]] = {shape: [] for shape in shapes}
-            for turn in range(rounds + 1):
-                for shape in shapes:
-                    found = step_times(engine, prompts[:batch], size, shape, steps)
-                    times[shape] += found if turn else []  # the first one warms up
-            medians = {s: round(statistics.median(times[s]) * 1e3, 2) for s in shapes}
-            row: dict[str, Any] = {"batch": batch, "nodes": size}
-            rows.append(row | medians)
-            shown = "  ".join(f"{shape} {value:.1f}" for shape, value in medians.items())
-            report(f"batch {batch}, {size} nodes a request, ms: {shown}")
+    for batch, size in itertools.product(batch_sizes, sizes):
+        medians = {s: round(statistics.median(times[batch, size, s]) * 1e3, 2) for s in shapes}
+        row: dict[str, Any] = {"batch": batch, "nodes": size}
+        rows.append(row | medians)
+        shown = "  ".join(f"{shape} {value:.1f}" for shape, value in medians.items())
+        report(f"batch {batch}, {size} nodes a request, ms: {shown}")
     return rows
 
 

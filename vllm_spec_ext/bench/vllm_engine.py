@@ -152,13 +152,21 @@ class VllmEngine:
         )
 
     def forget(self) -> None:
-        """Drop what a run could hand to the next one: cached prefixes, learnt drafts."""
-        self.llm.reset_prefix_cache()
+        """Drop what a run could hand to the next one: cached prefixes, learnt drafts.
+
+        Raises:
+            RuntimeError: Something was kept, so that the next run would not start cold.
+        """
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache: KV blocks are still in use, expected no "
+                "request in flight; start the engine again"
+            )
         if self.method.ours:
-            self._ask_worker("spec_ext_reset")
+            self._reset_worker("spec_ext_reset")
             self._ask_worker("spec_ext_stats")  # starts a new list of drafter times
         elif self.method.config is not None and self.method.config.get("method") == "suffix":
-            self._ask_worker("spec_bench_forget")
+            self._reset_worker("spec_bench_forget")
 
     def counters(self) -> DraftCounters:
         """vLLM's counters since the engine started."""
@@ -181,13 +189,28 @@ class VllmEngine:
         times = stats.get("propose_us") if isinstance(stats, Mapping) else None
         return None if times is None else tuple(map(float, times))
 
+    def _reset_worker(self, name: str) -> None:
+        """Make all workers forget; raises RuntimeError if one fails, refuses or cannot."""
+        try:
+            answers = self.llm.collective_rpc(name)
+        except Exception as error:
+            raise RuntimeError(
+                f"a worker of {self.method.name!r} failed to forget the last run ({name}): {error}"
+            ) from error
+        if False in answers:
+            raise RuntimeError(
+                f"a worker of {self.method.name!r} found nothing to forget the last run in "
+                f"({name}); expected the drafter that vLLM 0.32 builds"
+            )
+
     def _ask_worker(self, name: str) -> Any:
         """Answer of the first worker; ``None`` if it has no such method."""
         try:
             return self.llm.collective_rpc(name)[0]
         except Exception as error:
-            # The engine core hands a worker's failure on as a plain Exception with its text.
-            if name in str(error) or isinstance(error, (AttributeError, NotImplementedError)):
+            # The engine core hands a worker's failure on as a plain Exception with its text, this
+            # one from vLLM 0.32 v1/serial_utils.py `run_method`.
+            if f"Method {name!r} is not implemented" in str(error):
                 return None
             raise
 

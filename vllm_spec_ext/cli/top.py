@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Annotated
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -77,6 +78,7 @@ def engine_rows(now: Snapshot, before: Snapshot | None) -> Iterable[list[str]]:
             _ratio(since.get("emitted_tokens", 0.0), steps),
             _ratio(verified, steps),
             _ratio(since.get("accepted_nodes", 0.0), verified, percent=True),
+            _acceptance_length(since),
             _ratio(since.get("empty_drafts", 0.0), steps, percent=True),
             " / ".join("-" if math.isnan(value) else f"< {value:g}" for value in slow),
         ]
@@ -113,6 +115,7 @@ def table(now: Snapshot, before: Snapshot | None) -> Table:
         "tokens/step",
         "nodes/step",
         "accepted",
+        "acceptance length",
         "no draft",
         "drafter us p50 / p99",
     ):
@@ -126,16 +129,22 @@ def fetch(url: str) -> Snapshot:
     """The server's metrics now.
 
     Raises:
-        SpecExtError: No answer, or none of this plugin's metrics in it.
+        SpecExtError: No answer, one that is no metrics page, or none of this plugin's in it.
     """
     try:
         with urlopen(url, timeout=_TIMEOUT_S) as answer:
             text = answer.read().decode("utf-8")
-    except (URLError, OSError, ValueError) as error:
+    except (URLError, OSError, HTTPException, ValueError) as error:
         raise SpecExtError(
             f"no metrics at {url}: {error}; give the address of a running `vllm serve` with --url"
         ) from error
-    found = read_metrics(text, time.monotonic())
+    try:
+        found = read_metrics(text, time.monotonic())
+    except (ValueError, LookupError) as error:  # what the parser makes of any other text
+        raise SpecExtError(
+            f"{url} answered with {text[:40]!r}..., expected Prometheus metrics; give the "
+            "/metrics address of a running `vllm serve` with --url"
+        ) from error
     if not found.counters:
         raise SpecExtError(
             f"{url} shows no {_OURS}* metrics: the server runs none of this plugin's methods, or "
@@ -171,6 +180,12 @@ def top(
             time.sleep(interval)
             before, now = now, fetch(url)
             live.update(table(now, None if restarted(now, before) else before), refresh=True)
+
+
+def _acceptance_length(since: Mapping[str, float]) -> str:
+    """Tokens of a step that had a draft, the bonus token included."""
+    drafts = since.get("verified_drafts", 0.0)
+    return _ratio(drafts + since.get("accepted_nodes", 0.0), drafts)
 
 
 def _ratio(part: float, whole: float, *, percent: bool = False) -> str:

@@ -2,11 +2,12 @@
 """``vllm-spec train``: every flag comes from the training settings' schema."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
+from typer.core import TyperCommand
 
 from vllm_spec_ext.config import Options
 from vllm_spec_ext.training.flags import field_help, field_kind, field_metavar, flag_name, settings
@@ -15,6 +16,28 @@ from vllm_spec_ext.training.schema import BlockwiseTraining
 train_app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Train heads and draft models."
 )
+
+
+def repeat_flags(words: Sequence[str], flags: Collection[str]) -> list[str]:
+    """``--prompts a b`` as ``--prompts a --prompts b``: click gives a flag one value only."""
+    repeated: list[str] = []
+    flag, num_values = "", 0
+    for word in words:
+        if word.startswith("-"):
+            flag, num_values = word if word in flags else "", 0
+        elif flag:
+            repeated += [flag] * (num_values > 0)
+            num_values += 1
+        repeated.append(word)
+    return repeated
+
+
+class _ManyValues(TyperCommand):
+    """Accepts several values after a flag, as the flags of ``python -m`` do."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        lists = [flag for option in self.params if option.multiple for flag in option.opts]
+        return super().parse_args(ctx, repeat_flags(args, lists))
 
 
 def schema_command(
@@ -73,7 +96,7 @@ def _train_blockwise(config: BlockwiseTraining) -> None:
     train_blockwise(config, typer.echo)
 
 
-train_app.command("blockwise")(
+train_app.command("blockwise", cls=_ManyValues)(
     schema_command(
         BlockwiseTraining,
         "train blockwise",

@@ -5,12 +5,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from vllm_spec_ext.engine.shared_counters import CounterWriter
 from vllm_spec_ext.engine.spec_config import SpecExtConfig
+from vllm_spec_ext.engine.target_tokenizer import load_tokenizer
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import Draft, EngineHandle, StepContext, StepOutcome
 
@@ -65,7 +67,7 @@ class Drafter:
             max_num_seqs=self._vllm_config.scheduler_config.max_num_seqs,
             num_speculative_tokens=self._num_draft_tokens,
             model=model.model,
-            load_tokenizer=self._load_tokenizer,
+            load_tokenizer=partial(load_tokenizer, self._vllm_config.model_config),
             target=target_model,
             device=next(target_model.parameters()).device,
         )
@@ -116,14 +118,17 @@ class Drafter:
         self, step: StepContext, outcomes: Sequence[StepOutcome], drafts: Sequence[Draft]
     ) -> None:
         decoded = [  # not the prefill's step, which gives one token anyway
-            (request, draft)
-            for request, draft in zip(step.requests, drafts, strict=True)
+            request
+            for request in step.requests
             if request.num_output_tokens > len(request.new_tokens)
         ]
+        # The drafts made now are of the next step, which a request's last one never has.
+        judged = {outcome.request_id for outcome in outcomes}
         self._counters.add(
             steps=len(decoded),
-            emitted_tokens=sum(len(request.new_tokens) for request, _ in decoded),
-            empty_drafts=sum(not len(draft) for _, draft in decoded),
+            emitted_tokens=sum(len(request.new_tokens) for request in decoded),
+            empty_drafts=sum(request.request_id not in judged for request in decoded),
+            verified_drafts=len(judged),
             drafted_nodes=sum(map(len, drafts)),
             verified_nodes=sum(outcome.num_drafted for outcome in outcomes),
             accepted_nodes=sum(outcome.num_accepted for outcome in outcomes),
@@ -139,10 +144,3 @@ class Drafter:
         assert self._engine is not None
         self._proposer = registry.load(self.info.name)(self._options)
         self._proposer.start(self._engine)
-
-    def _load_tokenizer(self) -> object | None:
-        if self._vllm_config.model_config.skip_tokenizer_init:
-            return None
-        from vllm.tokenizers import cached_tokenizer_from_config
-
-        return cached_tokenizer_from_config(self._vllm_config.model_config)

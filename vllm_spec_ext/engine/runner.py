@@ -444,6 +444,7 @@ class SpecRunnerMixin:
     def _log_outcomes(self, rows: Sequence[int], sampled_token_ids: list[list[int]]) -> None:
         if self.step_log is None:
             return
+        self.step_log.next_step()
         for row in rows:
             tokens = sampled_token_ids[row]
             accepted: Sequence[int] = range(len(tokens) - 1)  # of a chain

@@ -22,7 +22,8 @@ logger = logging.getLogger("vllm.spec_ext")
 COUNTERS = {
     "steps": "Requests' decoding steps, with and without a draft.",
     "emitted_tokens": "Tokens that those steps gave, bonus tokens included.",
-    "empty_drafts": "Requests' steps for which nothing was drafted.",
+    "empty_drafts": "Requests' decoding steps without a draft to judge.",
+    "verified_drafts": "Requests' decoding steps with a draft to judge.",
     "drafted_nodes": "Draft tokens (chain tokens or tree nodes) that the proposer made.",
     "verified_nodes": "Draft tokens that the target judged.",
     "accepted_nodes": "Draft tokens that it accepted.",

@@ -7,6 +7,7 @@ which makes it take the V1 runner, leave asynchronous scheduling off and build o
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, SerializeAsAny, SkipValidation
@@ -24,9 +25,10 @@ from vllm_spec_ext.engine.limits import (
 from vllm_spec_ext.engine.metrics import publish
 from vllm_spec_ext.engine.request_options import install_request_validation
 from vllm_spec_ext.engine.shared_counters import make_folder
+from vllm_spec_ext.engine.target_tokenizer import load_tokenizer
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.proposers.base import ProposerInfo
+from vllm_spec_ext.proposers.base import ProposerInfo, TargetFacts
 from vllm_spec_ext.scorers.rules import check_rule, is_strict, parse_rule
 
 DRAFTER_CLASS = "vllm_spec_ext.engine.drafter.Drafter"
@@ -176,6 +178,14 @@ def build_spec_config(
     parsed = parse_method(given, method)
     refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
     check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())
+    facts = TargetFacts(
+        model=target_model_config.model,
+        vocab_size=target_model_config.get_vocab_size(),
+        hidden_size=target_model_config.get_hidden_size() or None,
+        num_speculative_tokens=parsed.vllm_options["num_speculative_tokens"],
+        load_tokenizer=partial(load_tokenizer, target_model_config),
+    )
+    registry.load(method).check(parsed.options, facts)
     settings = MethodSettings(
         method=parsed.info.name,
         options=parsed.options,

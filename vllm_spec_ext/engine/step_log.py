@@ -20,6 +20,11 @@ class StepLog:
     def __init__(self) -> None:
         self.steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
         self._waiting: dict[str, tuple[list[int], list[int], list[float]]] = {}
+        self._number = 0
+
+    def next_step(self) -> None:
+        """What is judged from now on belongs to another step of the engine; the first is 1."""
+        self._number += 1
 
     def drafted(
         self, request_id: str, tokens: Sequence[int], parents: Sequence[int], draft: Draft
@@ -52,6 +57,7 @@ class StepLog:
             tokens, parents, probs, size = [], [], [], 0
         self.steps.append(
             {
+                "step": self._number,
                 "request_id": request_id,
                 "tokens": tokens[:size],
                 "parents": parents[:size],

@@ -17,6 +17,22 @@ class DiskFullError(SpecExtError):
 
 
 @contextmanager
+def disk_full_named(path: Path) -> Iterator[None]:
+    """Turn "no space left" in the block, whichever library says it, into DiskFullError."""
+    try:
+        yield
+    except Exception as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        # safetensors has an error of its own, which carries the system's words only.
+        if not full and os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise DiskFullError(
+            f"disk full while writing {path}; everything written before is intact. Free some "
+            "space and run the same command again: it goes on where it stopped"
+        ) from error
+
+
+@contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A binary file that appears under ``path`` only when the block ends without an error.
 
@@ -24,21 +40,17 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         DiskFullError: No space (or quota) left; nothing has changed on disk.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException as error:
-        partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFullError(
-                f"disk full while writing {path}; everything written before is intact. Free some "
-                "space and run the same command again: it goes on where it stopped"
-            ) from error
-        raise
+    with disk_full_named(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(partial, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def write_bytes(path: Path, data: bytes) -> None:

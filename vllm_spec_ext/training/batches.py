@@ -4,6 +4,7 @@
 Nothing here has state, so a resumed run sees exactly the batches that it would have seen.
 """
 
+import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -57,19 +58,36 @@ def used_lengths(data: TokenData, max_length: int) -> NDArray[np.int64]:
 def split_data(data: TokenData, max_length: int, num_held_out: int, seed: int) -> Split:
     """Put some sequences aside, at most a tenth of those long enough to learn from.
 
+    All copies of a text are on the same side, or held-out text would be text known by heart; it is
+    the different texts that are counted.
+
     Raises:
-        SpecExtError: Fewer than two sequences have two tokens after their prompt.
+        SpecExtError: Fewer than two different sequences have two tokens after their prompt.
     """
     usable = np.flatnonzero(used_lengths(data, max_length) >= data.prompt_lengths + 2)
-    if len(usable) < 2:
+    first_copy: dict[bytes, int] = {}
+    originals = np.array(
+        [
+            first_copy.setdefault(_text_hash(data.sequence(number)[:max_length]), number)
+            for number in usable.tolist()
+        ],
+        np.int64,
+    )  # [len(usable)] the first sequence with the same text
+    texts = np.unique(originals)
+    if len(texts) < 2:
         raise SpecExtError(
             f"{data.folder}: {len(usable)} of {len(data)} sequences have two tokens after their "
-            f"prompt within max_length={max_length}; expected at least 2. Add prompts or raise "
-            "--max-length"
+            f"prompt within max_length={max_length}, {len(texts)} of them different; expected at "
+            "least 2. Add prompts or raise --max-length"
         )
-    order = np.random.default_rng([seed, 0]).permutation(usable)
-    count = min(num_held_out, max(1, len(usable) // 10))
-    return Split(train=np.sort(order[count:]), held_out=np.sort(order[:count]))
+    order = np.random.default_rng([seed, 0]).permutation(texts)
+    count = min(num_held_out, max(1, len(texts) // 10))
+    aside = np.isin(originals, order[:count])
+    return Split(train=usable[~aside], held_out=usable[aside])
+
+
+def _text_hash(token_ids: NDArray[np.int32]) -> bytes:
+    return hashlib.blake2b(token_ids.tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: arrays have no hash

@@ -10,6 +10,7 @@ import gc
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,15 @@ import torch
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
 from vllm_spec_ext.proposers.blockwise_heads import load_heads
-from vllm_spec_ext.training.atomic import write_json
+from vllm_spec_ext.training.atomic import disk_full_named, write_json
+from vllm_spec_ext.training.batches import used_lengths
 from vllm_spec_ext.training.checkpoint import push_to_hub, save_heads
-from vllm_spec_ext.training.distill import make_data, transformers_generator, vllm_generator
+from vllm_spec_ext.training.distill import (
+    RECORDING,
+    make_data,
+    transformers_generator,
+    vllm_generator,
+)
 from vllm_spec_ext.training.evaluate import HeadFigures
 from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.heads_task import HeadsTask
@@ -30,8 +37,8 @@ from vllm_spec_ext.training.hidden import (
     uses_recorded_states,
     write_cache,
 )
-from vllm_spec_ext.training.loop import LoopSettings, run_loop
-from vllm_spec_ext.training.provenance import provenance
+from vllm_spec_ext.training.loop import LoopSettings, check_resume, restore, run_loop
+from vllm_spec_ext.training.provenance import record_command
 from vllm_spec_ext.training.schema import FREE_TO_CHANGE, BlockwiseTraining
 from vllm_spec_ext.training.shards import TokenData, read_data
 from vllm_spec_ext.training.target import (
@@ -59,6 +66,9 @@ def train_blockwise(config: BlockwiseTraining, report: Report = print) -> HeadFi
         SpecExtError: Anything wrong with settings, files or the target.
         KeyboardInterrupt: Stopped; the state is saved.
     """
+    if config.stage in ("all", "train"):
+        check_resume(config.run_folder, config.resume)
+    check_folders(config.out, config.run_folder, config.data_folder)
     device = pick_device(config.device)
     dtype = torch.float32 if config.finetune else pick_dtype(config.dtype, device)
     if config.dry_run:
@@ -77,8 +87,8 @@ def train_blockwise(config: BlockwiseTraining, report: Report = print) -> HeadFi
         return None
     data = read_data(config.data_folder)
     if target is None or config.finetune:
-        target = load_target(config.model, device, dtype, frozen=not config.finetune)
-    check_data(data, target)
+        target = load_target(_model(config), device, dtype, frozen=not config.finetune)
+    check_data(data, target, config.max_length)
     states = live_states(target)
     if uses_recorded_states(config, data):
         report(f"hidden states: recorded with the data ({data.folder})")
@@ -95,8 +105,38 @@ def train_blockwise(config: BlockwiseTraining, report: Report = print) -> HeadFi
     return _train_stage(config, task, report)
 
 
-def check_data(data: TokenData, target: Target) -> None:
-    """Refuse token ids that the target does not have, and another tokenizer's."""
+def check_folders(*folders: Path) -> None:
+    """Raise SpecExtError for a folder that cannot be made because a file is in its place."""
+    for folder in folders:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise SpecExtError(
+                f"{there} is a file, expected a folder; choose another than {folder}"
+            )
+
+
+def _model(config: BlockwiseTraining) -> str:
+    """What to load: finished heads that were trained with the target are measured on that one."""
+    if config.stage != "eval" or not config.finetune:
+        return config.model
+    if not config.tuned_model.is_dir():
+        raise SpecExtError(
+            f"no {config.tuned_model}; --stage eval --finetune measures the heads on the target "
+            "that was trained with them. Give the --out and --run-dir of that run, or drop "
+            "--finetune"
+        )
+    return str(config.tuned_model)
+
+
+def check_data(data: TokenData, target: Target, max_length: int) -> None:
+    """Refuse token ids that the target does not have, too long texts, and another tokenizer's."""
+    longest = int(used_lengths(data, max_length).max())
+    if target.context is not None and longest > target.context:
+        raise SpecExtError(
+            f"{data.folder} holds texts of {longest} tokens (within --max-length {max_length}), "
+            f"but {target.name} has a context of {target.context}; "
+            f"give --max-length {target.context}"
+        )
     highest = int(data.token_ids.max())
     if highest >= target.vocab_size:
         raise SpecExtError(
@@ -146,22 +186,30 @@ def _data_stage(
 
     make_data(config, load_tokenizer(config.model), generator, report)
     gc.collect()  # a vLLM engine frees its memory when it is collected, before training starts
+    with contextlib.suppress(OSError):  # not there, or not empty
+        (config.data_folder / RECORDING).rmdir()
     return loaded[0] if loaded else None
 
 
 def _train_stage(config: BlockwiseTraining, task: HeadsTask, report: Report) -> HeadFigures:
     folder = config.run_folder
     settings = config.model_dump(mode="json")
-    write_json(folder / "run.json", provenance(task.target.device, settings, task.data.manifest))
     identity = {name: value for name, value in settings.items() if name not in FREE_TO_CHANGE}
     identity["prompts_sha256"] = task.data.manifest.get("prompts_sha256")
     identity["num_tokens"] = len(task.data.token_ids)
+    identity["data_sha256"] = task.data.sha256
     shape = task.heads_config
     report(
         f"{shape.num_heads} heads of width {shape.head_width}, {shape.num_parameters:,} parameters"
         f"; {len(task.split.train)} sequences to train on, {len(task.split.held_out)} held out; "
         f"{task.total_steps} steps on {task.target.device}"
     )
+    unused = len(task.data) - len(task.split.train) - len(task.split.held_out)
+    if unused:
+        report(
+            f"{unused} of {len(task.data)} sequences are not used: less than two tokens after "
+            f"their prompt within --max-length {config.max_length}"
+        )
     loop = LoopSettings(
         total_steps=task.total_steps,
         warmup_steps=int(task.total_steps * config.warmup),
@@ -171,7 +219,9 @@ def _train_stage(config: BlockwiseTraining, task: HeadsTask, report: Report) -> 
         log_every=config.log_every,
     )
     warn_of_foreign_text(task, report)
-    run_loop(task, loop, folder, identity, resume=config.resume, report=report)
+    step = restore(task, folder, identity, config.resume)
+    record_command(folder, task.target.device, settings, task.data.manifest)
+    run_loop(task, loop, folder, identity, step=step, report=report)
     figures = task.measure(config.tree_nodes)
     write_json(folder / "figures.json", figures.as_dict())
     if config.finetune:
@@ -188,13 +238,17 @@ def _train_stage(config: BlockwiseTraining, task: HeadsTask, report: Report) -> 
 
 
 def _save_target(config: BlockwiseTraining, task: HeadsTask, report: Report) -> None:
-    final, partial = config.run_folder / "model", config.run_folder / ".model.partial"
+    final, partial = config.tuned_model, config.run_folder / ".model.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    task.target.model.save_pretrained(partial)
-    with contextlib.suppress(SpecExtError):
-        load_tokenizer(config.model).save_pretrained(partial)
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
+    try:
+        with disk_full_named(final):
+            task.target.model.save_pretrained(partial)
+            with contextlib.suppress(SpecExtError):
+                load_tokenizer(config.model).save_pretrained(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    finally:  # half a model only takes the space that is missing
+        shutil.rmtree(partial, ignore_errors=True)
     report(
         f"the target has changed: serve {final}, not {config.model}; its text differs from the "
         "original model's"
@@ -203,7 +257,10 @@ def _save_target(config: BlockwiseTraining, task: HeadsTask, report: Report) -> 
 
 def _eval_stage(config: BlockwiseTraining, task: HeadsTask, report: Report) -> HeadFigures:
     _, heads = load_heads(
-        config.out, hidden_size=task.target.hidden_size, vocab_size=task.target.vocab_size
+        config.out,
+        hidden_size=task.target.hidden_size,
+        vocab_size=task.target.vocab_size,
+        fingerprint=task.heads_config.tokenizer_fingerprint,
     )
     task.heads = heads.to(task.target.device)
     figures = task.measure(config.tree_nodes)
@@ -214,10 +271,12 @@ def _eval_stage(config: BlockwiseTraining, task: HeadsTask, report: Report) -> H
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line without any framework, for machines that have torch and transformers only."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
     try:
         config = parse_command_line(
             BlockwiseTraining,
-            arguments,
+            [word for word in given if word != "--debug"],
             "python -m vllm_spec_ext.training.blockwise",
             "Train heads for blockwise parallel decoding.",
         )
@@ -227,6 +286,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if debug:
+            raise
+        print(
+            f"error: {type(error).__name__}: {error}\n"
+            "(an error in vllm-spec-ext or its environment; --debug shows the traceback)",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

@@ -50,6 +50,7 @@ def save_heads(
         Bytes of all files written.
 
     Raises:
+        SpecExtError: A weight is not finite in that format; nothing is written.
         DiskFullError: Files before the one that failed are written, the rest are as before.
     """
     from safetensors.torch import save
@@ -60,6 +61,13 @@ def save_heads(
         .contiguous()
         for name, value in heads.state_dict().items()
     }
+    for name, value in weights.items():
+        if not bool(torch.isfinite(value).all()):
+            raise SpecExtError(
+                f"{name} of the heads holds values that are not finite in {dtype}, and no server "
+                f"would load them; {folder} is as before. Train again with a lower --learning-rate"
+                + (", or use --save-dtype bf16" if dtype == "fp16" else "")
+            )
     config = config.model_copy(update={"training": {**config.training, **figures.as_dict()}})
     data = save(weights, metadata={"format": "pt"})
     readme = model_card(config, figures).encode()

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
 from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.training.atomic import disk_full_named
 from vllm_spec_ext.training.prompts import read_prompts
+from vllm_spec_ext.training.provenance import record_command
 from vllm_spec_ext.training.record_states import METHOD, collect
 from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import (
@@ -26,6 +28,9 @@ from vllm_spec_ext.training.shards import (
     write_shard,
     write_states,
 )
+from vllm_spec_ext.training.target import context_of, pick_device
+
+RECORDING = "recording"  # folder for the states of the requests that are running
 
 
 class Generator(Protocol):
@@ -36,7 +41,10 @@ class Generator(Protocol):
 
 
 def tokenise_prompts(
-    tokenizer: Any, prompts: Sequence[str], config: BlockwiseTraining
+    tokenizer: Any,
+    prompts: Sequence[str],
+    config: BlockwiseTraining,
+    report: Callable[[str], None] = print,
 ) -> list[list[int]]:
     """Prompt token ids as the target would see them, too long ones left out.
 
@@ -57,18 +65,30 @@ def tokenise_prompts(
             )
         # A template writes its own start token.
         encoded.append(tokenizer(text, add_special_tokens=not chat)["input_ids"])
-    limit = config.max_length if config.raw_text else config.max_prompt_tokens
+    limit = config.max_length if config.raw_text else config.longest_prompt
     if config.raw_text:
         pieces = [ids[i : i + limit] for ids in encoded for i in range(0, len(ids), limit)]
     else:
         pieces = [ids for ids in encoded if len(ids) <= limit]
+        if len(pieces) < len(encoded):
+            report(
+                f"data: {len(encoded) - len(pieces)} of {len(encoded)} prompts are left out, "
+                f"longer than {limit} tokens ({_prompt_bound(config)})"
+            )
     pieces = [ids for ids in pieces if ids]
     if not pieces:
         raise SpecExtError(
             f"all {len(prompts)} prompts are empty or longer than {limit} tokens; raise "
-            "--max-prompt-tokens"
+            f"{_prompt_bound(config)}"
         )
     return pieces
+
+
+def _prompt_bound(config: BlockwiseTraining) -> str:
+    """The flag that decides which prompts are too long."""
+    if config.longest_prompt == config.max_prompt_tokens:
+        return f"--max-prompt-tokens {config.max_prompt_tokens}"
+    return f"--max-length {config.max_length}, which needs two more tokens to learn from"
 
 
 def make_data(
@@ -93,15 +113,20 @@ def make_data(
         tokenizer,
         read_prompts(config.prompts, config.field, config.max_prompts, config.seed),
         config,
+        report,
     )
+    if config.generator == "transformers" and not config.raw_text:
+        check_context(config, max(map(len, prompts)))
     per_shard = config.prompts_per_shard
     num_shards = -(-len(prompts) // per_shard)
     folder = config.data_folder
-    open_manifest(folder, _manifest(config, tokenizer, prompts, num_shards))
+    manifest = _manifest(config, tokenizer, prompts, num_shards)
+    open_manifest(folder, manifest)
     todo = [i for i in range(num_shards) if not shard_path(folder, i).exists()]
     if not todo:
         report(f"data: all {num_shards} shards are there ({folder})")
         return
+    record_command(folder, pick_device(config.device), config.model_dump(mode="json"), manifest)
     generate = None if config.raw_text else generator()
     for done, index in enumerate(todo, start=1):
         batch = prompts[index * per_shard : (index + 1) * per_shard]
@@ -113,6 +138,8 @@ def make_data(
         states = getattr(generate, "states", None)
         if states is not None:  # before the shard, whose presence says that all is there
             write_states(states_path(folder, index), states)
+        else:  # those of a former shard would be taken for this one's
+            states_path(folder, index).unlink(missing_ok=True)
         write_shard(shard_path(folder, index), sequences)
         new = sum(len(s.token_ids) - s.prompt_length for s in sequences)
         report(
@@ -121,6 +148,17 @@ def make_data(
         )
     data = read_data(folder)
     report(f"data: {len(data)} sequences, {len(data.token_ids)} tokens ({folder})")
+
+
+def check_context(config: BlockwiseTraining, longest: int) -> None:
+    """Refuse prompts that the target cannot continue as far as asked; vLLM checks that itself."""
+    context = context_of(config.model)
+    if context is not None and longest + config.max_new_tokens > context:
+        raise SpecExtError(
+            f"the longest prompt has {longest} tokens, and --max-new-tokens "
+            f"{config.max_new_tokens} more do not fit in the context of {context} of "
+            f"{config.model}; lower one of --max-new-tokens and --max-prompt-tokens"
+        )
 
 
 def _manifest(
@@ -159,10 +197,10 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
             f"generating data with vLLM failed at its import ({error}); install vllm, or use "
             "--generator transformers"
         ) from error
-    length = config.max_prompt_tokens + config.max_new_tokens
+    length = config.longest_prompt + config.max_new_tokens
     on_cpu = current_platform.is_cpu()
     recorder: dict[str, Any] = {}
-    folder = config.data_folder / "recording"
+    folder = config.data_folder / RECORDING
     if config.records_states:
         # The engine must live in this process, where the recording method is known.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -182,7 +220,7 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
     except ValueError as error:  # e.g. a context shorter than that, with vLLM's own explanation
         raise SpecExtError(
             f"vLLM cannot serve {config.model} with a context of {length} tokens "
-            f"(--max-prompt-tokens + --max-new-tokens): {error}"
+            f"(prompts of {_prompt_bound(config)}, and --max-new-tokens): {error}"
         ) from error
     sampling = SamplingParams(
         temperature=config.temperature, max_tokens=config.max_new_tokens, seed=config.seed
@@ -195,14 +233,17 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
 
         def __call__(self, prompts: Sequence[list[int]]) -> list[list[int]]:
             inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
-            outputs = engine.generate(inputs, sampling, use_tqdm=False)
+            with disk_full_named(folder):  # what records the states writes them there
+                outputs = engine.generate(inputs, sampling, use_tqdm=False)
             texts = [list(output.outputs[0].token_ids) for output in outputs]
             if recorder:
                 # Requests that ended are reported to the worker with the next step.
                 one = SamplingParams(max_tokens=1)
-                engine.generate(inputs[:1], one, use_tqdm=False)
+                with disk_full_named(folder):
+                    engine.generate(inputs[:1], one, use_tqdm=False)
+                hidden_size = engine.model_config.get_hidden_size()
                 self.states = [
-                    collect(folder, output.request_id, len(text))
+                    collect(folder, output.request_id, len(text), hidden_size)
                     for output, text in zip(outputs, texts, strict=True)
                 ]
                 for file in folder.iterdir():  # of the requests in between

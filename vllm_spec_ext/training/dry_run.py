@@ -3,13 +3,13 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
+from vllm_spec_ext.training.distill import check_context, tokenise_prompts, transformers_generator
 from vllm_spec_ext.training.heads_task import HeadsTask
 from vllm_spec_ext.training.hidden import (
     cache_bytes,
@@ -21,9 +21,10 @@ from vllm_spec_ext.training.loop import duration
 from vllm_spec_ext.training.prompts import read_prompts
 from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import TokenData, read_data
-from vllm_spec_ext.training.target import Target
+from vllm_spec_ext.training.target import Target, load_tokenizer
 
 _MEASURED_STEPS = 3
+_GENERATED_PROMPTS = 4
 
 
 def dry_run(
@@ -40,19 +41,18 @@ def dry_run(
         report: Receives the lines.
         clock: Seconds.
     """
-    data, invented = _data(config, target)
-    if invented:
-        prompts = len(data)
-        bound = prompts * (config.max_prompt_tokens + config.max_new_tokens) * 4
-        report(
-            f"data: not made yet; {prompts} prompts, at most {prompts * config.max_new_tokens:,} "
-            f"new tokens and {bound / 1e6:.1f} MB of shards; steps are measured on random tokens"
-        )
-    else:
-        report(f"data: {len(data)} sequences, {len(data.token_ids):,} tokens ({data.folder})")
+    data, invented = _data(config, target, report)
+    generates = invented and not config.raw_text
+    report(_described(config, data, invented))
     dtype = next(target.model.parameters()).dtype
     states = live_states(target)
-    once = 0.0
+    generating = once = 0.0
+    if generates and config.generator == "transformers":
+        generating = _time_generation(config, target, data, clock)
+        report(
+            f"time: at most about {duration(generating)} to generate the data, by "
+            f"{_GENERATED_PROMPTS} prompts at a time; larger batches are faster"
+        )
     stored = config.cache_hidden
     if uses_recorded_states(config, data):
         report("hidden states: recorded with the data")
@@ -60,10 +60,10 @@ def dry_run(
     elif stored:
         if invented and config.records_states:
             # float32, of the new tokens only, see record_states.py
-            size = len(data) * config.max_new_tokens * target.hidden_size * 4
+            recorded = len(data) * config.max_new_tokens * target.hidden_size * 4
             report(
                 "hidden states: recorded while the data is generated, at most "
-                f"{size / 1e9:.2f} GB in the data folder"
+                f"{recorded / 1e9:.2f} GB in the data folder"
             )
             stored = False
         else:
@@ -75,6 +75,8 @@ def dry_run(
 
     task = HeadsTask(config, target, data, states)
     seconds = _time_steps(task, clock)
+    measuring = _time_measurement(task, clock)
+    num_measurements = 1 + (task.total_steps - 1) // config.eval_every
     shape = task.heads_config
     heads_bytes = shape.num_parameters * (4 if config.save_dtype == "fp32" else 2)
     trained = sum(p.numel() for module in task.modules.values() for p in module.parameters())
@@ -82,37 +84,81 @@ def dry_run(
     report(f"steps: {task.total_steps} of {task.plan.batch_size} sequences")
     if once:
         report(f"time: about {duration(once)} for the hidden states, which are kept")
-    whole = duration(once + seconds * task.total_steps)
-    report(f"time: {seconds:.3f} s a step, about {whole} in all")
+    steps, measured = seconds * task.total_steps, measuring * num_measurements
+    report(f"time: {seconds:.3f} s a step, about {duration(steps)} for the steps")
+    report(
+        f"time: about {duration(measured)} to measure {len(task.split.held_out)} held-out "
+        f"sequences, {num_measurements} x; draft trees, at the end, not included"
+    )
+    whole = duration(generating + once + steps + measured)
+    missing = generates and config.generator == "vllm"
+    report(
+        f"time: about {whole} in all"
+        + (", generating the data with vLLM not included" if missing else "")
+    )
     # AdamW keeps two numbers beside each weight; the old state stays until the new is whole.
     report(f"disk: {trained * 12 * 2 / 1e6:.1f} MB for the saved state in {config.run_folder}")
+    if config.finetune:
+        weights = sum(p.numel() for p in target.model.parameters())
+        report(f"disk: {weights * 4 / 1e6:.1f} MB for the trained target in {config.tuned_model}")
     if stored:
-        size = cache_bytes(data, config.max_length, target.hidden_size, dtype)
-        report(f"disk: {size / 1e9:.2f} GB for cached hidden states")
+        cached = cache_bytes(data, config.max_length, target.hidden_size, dtype)
+        report(f"disk: {cached / 1e9:.2f} GB for cached hidden states")
     if target.device.type == "cuda":
         report(f"GPU memory: {torch.cuda.max_memory_allocated(target.device) / 1e9:.1f} GB at most")
 
 
-def _data(config: BlockwiseTraining, target: Target) -> tuple[TokenData, bool]:
+def _described(config: BlockwiseTraining, data: TokenData, invented: bool) -> str:
+    num_tokens = len(data.token_ids)
+    if not invented:
+        return f"data: {len(data)} sequences, {num_tokens:,} tokens ({data.folder})"
+    size = f"{num_tokens * 4 / 1e6:.1f} MB of shards"
+    if config.raw_text:
+        return f"data: not made yet; {len(data)} texts, {num_tokens:,} tokens, {size}"
+    return (
+        f"data: not made yet; {len(data)} prompts, at most "
+        f"{len(data) * config.max_new_tokens:,} new tokens and {size}; continuations of random "
+        "tokens, all of that length, stand for them: what follows is an upper bound"
+    )
+
+
+def _data(
+    config: BlockwiseTraining, target: Target, report: Callable[[str], None]
+) -> tuple[TokenData, bool]:
+    """The run's data, or what it will be like at most; and whether it is only that."""
     try:
         return read_data(config.data_folder), False
     except SpecExtError:
         if not config.prompts:
             raise
-    prompts = len(read_prompts(config.prompts, config.field, config.max_prompts))
-    length = config.max_length
-    count = max(2, prompts)
-    ids = np.random.default_rng(config.seed).integers(0, target.vocab_size, count * length)
-    return (
-        TokenData(
-            Path(config.data_folder),
-            {},
-            ids.astype(np.int32),
-            np.arange(count + 1, dtype=np.int64) * length,
-            np.full(count, min(length // 2, config.max_prompt_tokens), np.int32),
-        ),
-        True,
+    texts = read_prompts(config.prompts, config.field, config.max_prompts, config.seed)
+    prompts = tokenise_prompts(load_tokenizer(config.model), texts, config, report)
+    new = 0 if config.raw_text else config.max_new_tokens
+    if new and config.generator == "transformers":
+        check_context(config, max(map(len, prompts)))
+    random = np.random.default_rng(config.seed)
+    sequences = [np.concatenate([p, random.integers(0, target.vocab_size, new)]) for p in prompts]
+    data = TokenData(
+        config.data_folder,
+        {},
+        np.concatenate(sequences).astype(np.int32),
+        np.concatenate([[0], np.cumsum([len(s) for s in sequences])]).astype(np.int64),
+        np.array([len(p) if new else 1 for p in prompts], np.int32),
     )
+    return data, True
+
+
+def _time_generation(
+    config: BlockwiseTraining, target: Target, data: TokenData, clock: Callable[[], float]
+) -> float:
+    """Seconds for all continuations, from a few prompts of middling length."""
+    order = np.argsort(data.prompt_lengths, kind="stable")
+    middle = order[max(0, len(order) // 2 - _GENERATED_PROMPTS // 2) :][:_GENERATED_PROMPTS]
+    prompts = [data.sequence(i)[: int(data.prompt_lengths[i])].tolist() for i in middle.tolist()]
+    generate = transformers_generator(config, target.model)
+    start = clock()
+    generate(prompts)  # ends with results on the host, so a GPU is done, too
+    return (clock() - start) * len(data) / len(prompts)
 
 
 def _time_states(
@@ -147,3 +193,13 @@ def _time_steps(task: HeadsTask, clock: Callable[[], float]) -> float:
             seconds += clock() - start
             positions += len(task.plan.batch(step).rows)
     return seconds / positions * task.plan.mean_positions
+
+
+def _time_measurement(task: HeadsTask, clock: Callable[[], float]) -> float:
+    """Seconds to measure the held-out sequences, from one batch of them."""
+    held_out = task.split.held_out
+    some = held_out[: task.config.batch_size]
+    start = clock()
+    task.measure(num_sequences=len(some))
+    lengths = used_lengths(task.data, task.config.max_length)
+    return (clock() - start) * float(lengths[held_out].sum() / lengths[some].sum())

@@ -75,6 +75,11 @@ def read_config(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise SpecExtError(f"cannot read the config file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SpecExtError(
+            f"the config file {path} is not UTF-8 text ({error.reason} at byte {error.start}); "
+            "save it as UTF-8"
+        ) from error
     try:
         if path.suffix in (".yaml", ".yml"):
             import yaml  # type: ignore[import-untyped,unused-ignore]

@@ -2,14 +2,14 @@
 """What is trained: heads, their target and their data, as the shared training loop wants them."""
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig, TokensSeen
-from vllm_spec_ext.training.batches import BatchPlan, Split, split_data
+from vllm_spec_ext.training.batches import IGNORED, BatchPlan, Split, split_data
 from vllm_spec_ext.training.checkpoint import default_head_width
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
 from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
@@ -21,6 +21,13 @@ from vllm_spec_ext.training.target import Target, pick_dtype
 from vllm_spec_ext.training.text_copies import TextCopies
 
 _SMOOTHING = 0.9  # of the figures in progress lines
+
+
+class _HeadResult(NamedTuple):
+    loss: Tensor  # 0-d, sum over the targets that the head can draft
+    correct: Tensor  # 0-d
+    num_listed: int  # targets that the head can draft
+    num_targets: int  # all of them
 
 
 class HeadsTask:
@@ -79,6 +86,8 @@ class HeadsTask:
     def train_step(self, step: int) -> dict[str, float]:
         """Gradients of one batch: of one random head's loss, or of the mean over all heads."""
         config = self.config
+        # Dropout draws from torch's global state, which no saved state holds.
+        torch.manual_seed(int(np.random.default_rng([config.seed, 4, step]).integers(2**62)))
         batch = self.plan.batch(step)
         with torch.set_grad_enabled(config.finetune), self._autocast():
             hidden = self.states(batch)
@@ -99,7 +108,7 @@ class HeadsTask:
 
     def _train_heads(
         self, hidden: Tensor, seen: TokensSeen, targets: Tensor, step: int
-    ) -> dict[str, tuple[Tensor, Tensor, int]]:
+    ) -> dict[str, _HeadResult]:
         with self._autocast():
             drafts = self.heads(hidden, seen, self.target.embed)
         chosen = self._chosen_heads(step)
@@ -110,13 +119,15 @@ class HeadsTask:
         results = {}
         for i in chosen:
             with self._autocast():
-                results[f"{i + 1}"] = backward_cross_entropy(
+                loss, correct, count = backward_cross_entropy(
                     leaf[:, i],
                     places[:, i],
                     self.projection,
                     self.config.logit_chunk,
                     1 / len(chosen),
                 )
+            num_targets = int((targets[:, i] != IGNORED).sum())
+            results[f"{i + 1}"] = _HeadResult(loss, correct, count, num_targets)
         if leaf.grad is not None:
             drafts.backward(leaf.grad)
         return results
@@ -128,17 +139,19 @@ class HeadsTask:
         leaf = hidden.detach().requires_grad_()
         results = self._train_heads(leaf, seen, targets, step)
         with self._autocast():
-            results["own"] = backward_cross_entropy(
+            loss, correct, count = backward_cross_entropy(
                 leaf.view_as(leaf), seen.following, self.target.project, self.config.logit_chunk
             )
+        results["own"] = _HeadResult(loss, correct, count, count)
         hidden.backward(leaf.grad)
         return self._show(results)
 
-    def _show(self, results: dict[str, tuple[Tensor, Tensor, int]]) -> dict[str, float]:
-        for name, (loss, correct, count) in results.items():
-            if count:
-                for key, value in (("loss", loss), ("acc", correct)):
-                    mean, former = value.item() / count, self._shown.get(key + name)
+    def _show(self, results: dict[str, _HeadResult]) -> dict[str, float]:
+        for name, (loss, correct, num_listed, num_targets) in results.items():
+            # Held-out accuracy, too, is over all tokens, also those that heads cannot draft.
+            for key, total, of in (("loss", loss, num_listed), ("acc", correct, num_targets)):
+                if of:
+                    mean, former = total.item() / of, self._shown.get(key + name)
                     self._shown[key + name] = (
                         mean if former is None else _SMOOTHING * former + (1 - _SMOOTHING) * mean
                     )
@@ -182,7 +195,9 @@ def heads_config(config: BlockwiseTraining, target: Target, data: TokenData) -> 
     kept = ("kind", "prompt_files", "num_prompts", "max_new_tokens", "temperature")
     facts = {name: data.manifest[name] for name in kept if name in data.manifest}
     return HeadsConfig(
-        target=str(config.run_folder / "model") if config.finetune else config.shown_target,
+        target=config.target_name or str(config.tuned_model)
+        if config.finetune
+        else config.shown_target,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         tokenizer_fingerprint=data.manifest.get("tokenizer_fingerprint"),

@@ -64,8 +64,7 @@ def write_cache(
         "model": target.name,
         "dtype": str(dtype),
         "max_length": max_length,
-        "prompts_sha256": data.manifest.get("prompts_sha256"),
-        "num_tokens": len(data.token_ids),
+        "data_sha256": data.sha256,
     }
     open_manifest(folder, facts)
     lengths = used_lengths(data, max_length)
@@ -113,8 +112,22 @@ def has_recorded_states(data: TokenData) -> bool:
 
 
 def uses_recorded_states(config: BlockwiseTraining, data: TokenData) -> bool:
-    """Whether a run trains on recorded states; they lack those of the prompts' own text."""
-    return config.cache_hidden and not config.prompt_text and has_recorded_states(data)
+    """Whether a run trains on recorded states; they lack those of the prompts' own text.
+
+    Raises:
+        SpecExtError: It would, but they are another model's.
+    """
+    if not config.cache_hidden or config.prompt_text or not has_recorded_states(data):
+        return False
+    recorded, asked = data.manifest.get("model"), config.shown_target
+    if recorded is not None and recorded not in (asked, config.model):
+        raise SpecExtError(
+            f"{data.folder} holds hidden states of {recorded!r}, but the heads are for {asked!r}; "
+            f"delete all {data.folder / 'states-*'} files, and they are "
+            "computed instead. If the two are the same model, "
+            f"give --target-name {recorded}"
+        )
+    return True
 
 
 def recorded_states(target: Target, data: TokenData) -> HiddenSource:
@@ -147,8 +160,16 @@ def _stored_states(
         if shard not in files:
             try:
                 files[shard] = safe_open(str(path_of(shard)), framework="pt")
+                found = tuple(files[shard].get_slice("hidden").get_shape())
             except (SafetensorError, OSError) as error:
                 raise SpecExtError(f"{path_of(shard)} is damaged ({error}); {advice}") from error
+            low = shard * per_shard
+            expected = (int(sizes[low : low + per_shard].sum()), target.hidden_size)
+            if found != expected:
+                raise SpecExtError(
+                    f"{path_of(shard)} holds states of shape {found}, expected {expected} for "
+                    f"{target.name}; {advice}"
+                )
         start = int(sizes[number - first : number].sum())
         return files[shard].get_slice("hidden")[start : start + int(sizes[number])]
 

@@ -62,11 +62,11 @@ def run_loop(
     folder: Path,
     identity: dict[str, Any],
     *,
-    resume: str = "auto",
+    step: int = 0,
     report: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Train to the last step, from the folder's saved state if there is one.
+    """Train to the last step.
 
     Ctrl-C and SIGTERM let the running step finish, save, and raise KeyboardInterrupt.
 
@@ -74,19 +74,18 @@ def run_loop(
         task: What to train.
         settings: How long, and how often what.
         folder: Run folder, for the state and the log.
-        identity: Settings and data of the run; a saved state with others is refused.
-        resume: ``auto``, ``require`` or ``restart``.
+        identity: Settings and data of the run, saved with its state.
+        step: Steps that are done already, as :func:`restore` returned.
         report: Receives progress lines.
         clock: Seconds; for the time left.
 
     Raises:
-        SpecExtError: No state to resume, or a state of another run.
+        SpecExtError: The training diverged; the last saved state stands.
         DiskFullError: The state could not be saved; the one before is still whole.
     """
-    step = restore(task, folder, identity, resume)
     if step:
         report(f"resumed at step {step} of {settings.total_steps} ({folder / STATE_NAME})")
-    boards = _tensorboard(folder)
+    boards = _Boards(folder, report)
     began, first = clock(), step
     finished_step = True
     with _stop_requested() as stop:
@@ -117,8 +116,7 @@ def run_loop(
                 save_state(task, folder, identity, step)
                 report(f"stopped; step {step} is saved, the same command goes on from there")
             raise
-    if boards is not None:
-        boards.close()
+    boards.close()
 
 
 def _one_step(task: Task, settings: LoopSettings, step: int) -> dict[str, float]:
@@ -128,7 +126,14 @@ def _one_step(task: Task, settings: LoopSettings, step: int) -> dict[str, float]
     task.optimizer.zero_grad(set_to_none=True)
     figures = task.train_step(step)
     weights = [p for group in task.optimizer.param_groups for p in group["params"]]
-    nn.utils.clip_grad_norm_(weights, settings.clip)
+    norm = float(nn.utils.clip_grad_norm_(weights, settings.clip))
+    if not all(map(math.isfinite, (norm, *figures.values()))):
+        shown = "  ".join(f"{name} {value:.3g}" for name, value in figures.items())
+        raise SpecExtError(
+            f"the training diverged at step {step + 1}: gradient norm {norm:.3g}, {shown}; "
+            "expected finite numbers. Nothing more is saved; lower --learning-rate (now "
+            f"{task.optimizer.param_groups[0]['peak_lr']:g}) and start over with --resume restart"
+        )
     task.optimizer.step()
     return figures
 
@@ -148,6 +153,13 @@ def save_state(task: Task, folder: Path, identity: dict[str, Any], step: int) ->
     write_bytes(folder / STATE_NAME, buffer.getvalue())
 
 
+def check_resume(folder: Path, resume: str) -> None:
+    """Raise SpecExtError if a state is required and there is none."""
+    path = folder / STATE_NAME
+    if resume == "require" and not path.exists():
+        raise SpecExtError(f"--resume require, but there is no {path}; drop the flag to start")
+
+
 def restore(task: Task, folder: Path, identity: dict[str, Any], resume: str) -> int:
     """Load the folder's state into the task; the number of steps done, 0 without a state.
 
@@ -155,9 +167,8 @@ def restore(task: Task, folder: Path, identity: dict[str, Any], resume: str) -> 
         SpecExtError: No state though one is required, a damaged one, or one of another run.
     """
     path = folder / STATE_NAME
+    check_resume(folder, resume)
     if resume == "restart" or not path.exists():
-        if resume == "require":
-            raise SpecExtError(f"--resume require, but there is no {path}; drop the flag to start")
         return 0
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -168,7 +179,8 @@ def restore(task: Task, folder: Path, identity: dict[str, Any], resume: str) -> 
             "--resume restart"
         ) from error
     wanted = json.loads(json.dumps(identity, sort_keys=True))
-    differing = sorted(n for n in {*saved, *wanted} if saved.get(n) != wanted.get(n))
+    # Names that the version which wrote the state did not know yet are not compared.
+    differing = sorted(n for n in saved if saved[n] != wanted.get(n))
     if differing:
         parts = "; ".join(
             f"{n}: {saved.get(n)!r} there, {wanted.get(n)!r} asked" for n in differing
@@ -177,9 +189,15 @@ def restore(task: Task, folder: Path, identity: dict[str, Any], resume: str) -> 
             f"{path} belongs to a run with other settings ({parts}); use another --out or "
             "--run-dir, the same settings, or --resume restart"
         )
-    for name, module in task.modules.items():
-        module.load_state_dict(state["modules"][name])
-    task.optimizer.load_state_dict(state["optimizer"])
+    try:
+        for name, module in task.modules.items():
+            module.load_state_dict(state["modules"][name])
+        task.optimizer.load_state_dict(state["optimizer"])
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise SpecExtError(
+            f"{path} is of another version of this package or of other shapes ({error}); start "
+            "over with --resume restart"
+        ) from error
     return step
 
 
@@ -199,25 +217,47 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _log(folder: Path, boards: Any, step: int, figures: Mapping[str, float]) -> None:
+def _log(folder: Path, boards: "_Boards", step: int, figures: Mapping[str, float]) -> None:
     line = json.dumps({"step": step, **{n: round(v, 6) for n, v in figures.items()}})
     try:
         with open(folder / LOG_NAME, "a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError:
-        return  # a lost log line is no reason to stop; the state's own write reports a full disk
-    if boards is not None:
-        for name, value in figures.items():
-            boards.add_scalar(name, value, step)
+        pass  # a lost log line is no reason to stop; the state's own write reports a full disk
+    boards.add(step, figures)
 
 
-def _tensorboard(folder: Path) -> Any:
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder / "tensorboard"))
+class _Boards:
+    """Tensorboard, where it is installed, until its files cannot be written any more."""
+
+    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._report = report
+        self._writer: Any = None
+        with self._dropped_on_error():
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                return
+            self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def add(self, step: int, figures: Mapping[str, float]) -> None:
+        with self._dropped_on_error():
+            for name, value in figures.items() if self._writer is not None else ():
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        with self._dropped_on_error():
+            if self._writer is not None:
+                self._writer.close()
+
+    @contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            self._report(f"tensorboard: no more figures ({error}); the training goes on")
 
 
 @contextmanager

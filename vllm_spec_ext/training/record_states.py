@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from vllm_spec_ext.config import MethodOptions
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,
@@ -21,6 +22,7 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     proposer,
 )
+from vllm_spec_ext.training.atomic import disk_full_named
 
 METHOD = "record_states"
 
@@ -61,7 +63,8 @@ class RecordStates(BaseProposer):
         for request_id in request_ids:
             rows = self._rows.pop(request_id, None)
             if rows is not None:
-                with states_file(Path(self.options.folder), request_id).open("ab") as file:
+                path = states_file(Path(self.options.folder), request_id)
+                with disk_full_named(path), path.open("ab") as file:
                     file.write(np.stack(rows).tobytes())
 
 
@@ -70,11 +73,25 @@ def states_file(folder: Path, request_id: str) -> Path:
     return folder / f"{request_id}.f32"
 
 
-def collect(folder: Path, request_id: str, num_tokens: int) -> np.ndarray:
-    """[num_tokens, hidden_size] float32 states before each new token; the file is deleted."""
+def collect(folder: Path, request_id: str, num_tokens: int, hidden_size: int) -> np.ndarray:
+    """[num_tokens, hidden_size] float32 states before each new token; the file is deleted.
+
+    Raises:
+        SpecExtError: The engine recorded nothing for the request, or not one row a token.
+    """
     path = states_file(folder, request_id)
     if not path.exists():  # vLLM adds a suffix of its own to a request's name
-        (path,) = folder.glob(f"{request_id}-*.f32")
+        path = next(folder.glob(f"{request_id}-*.f32"), path)
+    if not path.exists():
+        raise SpecExtError(
+            f"vLLM recorded no hidden states for request {request_id} in {folder}; run again, or "
+            "without --cache-hidden for the data stage"
+        )
     values = np.fromfile(path, np.float32)
     path.unlink()
-    return values.reshape(num_tokens, -1)
+    if values.size != num_tokens * hidden_size:
+        raise SpecExtError(
+            f"{path} holds {values.size} numbers, expected {num_tokens} states of {hidden_size}; "
+            "run again, or without --cache-hidden for the data stage"
+        )
+    return values.reshape(num_tokens, hidden_size)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of a training run: the only source of its flags, its config file and its docs."""
 
+import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vllm_spec_ext.config import Options
 
@@ -46,7 +47,8 @@ class BlockwiseTraining(Options):
 
     # Data
     prompts: list[Path] = Field(default_factory=list)
-    """Prompt files: .jsonl (one object a line) or text (one prompt a line), also .gz."""
+    """Prompt files: .jsonl (one object a line), .json (one array) or text (one prompt a line), also
+    .gz."""
 
     field: str = Field(default="prompt", min_length=1)
     """Where a .jsonl line has its prompt: ``prompt``, ``question``, ``turns[0]``; several names,
@@ -71,12 +73,13 @@ class BlockwiseTraining(Options):
     """Use only this many prompts, drawn at random from all files."""
 
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """Leave out longer prompts."""
+    """Leave out longer prompts, and those that leave no room for two more tokens within
+    ``max_length``."""
 
     max_new_tokens: int = Field(default=256, ge=2)
     """Longest continuation."""
 
-    temperature: float = Field(default=0.0, ge=0.0, le=5.0)
+    temperature: float = Field(default=0.0, ge=0.0, le=5.0, allow_inf_nan=False)
     """Sample the continuations at this temperature; 0 = greedy, as the paper decodes."""
 
     prompts_per_shard: int = Field(default=256, ge=1)
@@ -90,7 +93,7 @@ class BlockwiseTraining(Options):
     num_heads: int = Field(default=4, ge=1, le=32)
     """Heads to train = draft tokens in a row. The paper's k counts the target too: k = this + 1."""
 
-    head_width: int | None = Field(default=None, ge=1)
+    head_width: int | None = Field(default=None, ge=1, le=1 << 20)
     """Hidden units per head. Default: as many as keep all heads within 12 * hidden_size**2
     parameters, about one Transformer layer (8 MB in bf16 for a hidden size of 576)."""
 
@@ -118,7 +121,7 @@ class BlockwiseTraining(Options):
     """Train the target as well. It is then another model, saved in RUN_DIR/model, and what it
     writes differs from the original's."""
 
-    epochs: float = Field(default=4.0, gt=0.0)
+    epochs: float = Field(default=4.0, gt=0.0, le=1e6, allow_inf_nan=False)
     """Passes over the data."""
 
     max_steps: int | None = Field(default=None, ge=1)
@@ -141,23 +144,23 @@ class BlockwiseTraining(Options):
     logit_chunk: int = Field(default=2048, ge=1)
     """Positions whose logits exist at the same time; bounds memory, changes no result."""
 
-    learning_rate: float = Field(default=1e-3, gt=0.0)
+    learning_rate: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
     """Peak learning rate of the heads."""
 
-    target_learning_rate: float = Field(default=2e-5, gt=0.0)
+    target_learning_rate: float = Field(default=2e-5, gt=0.0, allow_inf_nan=False)
     """Peak learning rate of the target with ``finetune``."""
 
-    warmup: float = Field(default=0.05, ge=0.0, lt=1.0)
+    warmup: float = Field(default=0.05, ge=0.0, lt=1.0, allow_inf_nan=False)
     """Part of all steps with a rising learning rate; a cosine to zero follows."""
 
-    weight_decay: float = Field(default=0.01, ge=0.0)
+    weight_decay: float = Field(default=0.01, ge=0.0, allow_inf_nan=False)
     """AdamW weight decay of the heads' matrices."""
 
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, allow_inf_nan=False)
     """Part of the hidden units that are left out of a training step, against learning a small data
     set by heart."""
 
-    clip: float = Field(default=1.0, gt=0.0)
+    clip: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Largest gradient norm."""
 
     seed: int = Field(default=0, ge=0)
@@ -198,10 +201,42 @@ class BlockwiseTraining(Options):
             return {**PAPER, **given}
         return given
 
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _list_of_one(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str | Path) else given
+
+    @field_validator("out", "run_dir", "data")
+    @classmethod
+    def _expand_home(cls, path: Path | None) -> Path | None:
+        return path and Path(os.path.expanduser(path))  # a config file has no shell to do it
+
+    @field_validator("push_to_hub")
+    @classmethod
+    def _check_repository(cls, name: str | None) -> str | None:
+        if name is not None:  # now, and not after hours of training
+            from huggingface_hub.utils import validate_repo_id
+
+            validate_repo_id(name)
+            if name.count("/") != 1:
+                raise ValueError("expected 'user/name'")
+        return name
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.raw_text and self.temperature > 0.0:
             raise ValueError("raw_text generates nothing, so temperature has no meaning; drop one")
+        if self.raw_text and self.chat == "always":
+            raise ValueError("raw_text takes the text as it is, without a chat template; drop one")
+        if self.push_to_hub and self.stage in ("data", "eval"):
+            raise ValueError(
+                f"stage={self.stage!r} makes no heads that push_to_hub could upload; drop one"
+            )
+        if self.run_dir is None and self.out.name in ("", ".."):
+            raise ValueError(
+                f"out is {str(self.out)!r}, and the run's folder would have no name beside it; "
+                "name a folder for the heads, e.g. --out heads, or give --run-dir"
+            )
         if self.finetune and self.cache_hidden:
             raise ValueError("cache_hidden keeps states of a frozen target; drop it or finetune")
         if self.max_length < self.num_heads + 3:
@@ -217,6 +252,11 @@ class BlockwiseTraining(Options):
         return generates and self.cache_hidden and not self.prompt_text
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt whose continuation can be learned from."""
+        return min(self.max_prompt_tokens, self.max_length - 2)
+
+    @property
     def shown_target(self) -> str:
         """The target as people know it."""
         return self.target_name or self.model
@@ -227,13 +267,18 @@ class BlockwiseTraining(Options):
         return self.run_dir or self.out.with_name(self.out.name + ".run")
 
     @property
+    def tuned_model(self) -> Path:
+        """Where ``finetune`` leaves the target."""
+        return self.run_folder / "model"
+
+    @property
     def data_folder(self) -> Path:
         """Where the token shards are."""
         return self.data or self.run_folder / "data"
 
 
 # A resumed run may differ in these; everything else would make it another run. What decides on
-# the data is not compared by name: the state remembers a hash of the data itself.
+# the data is not compared by name: the state remembers a hash of the data itself, TokenData's.
 FREE_TO_CHANGE = frozenset(
     {
         *("out", "run_dir", "stage", "resume", "dry_run", "push_to_hub", "save_dtype"),

@@ -6,8 +6,10 @@ int32; sequence i is ``token_ids[offsets[i]:offsets[i + 1]]``. Shards are writte
 one that exists is whole, and generation goes on with the first that is missing.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,14 @@ class TokenData:
     def __len__(self) -> int:
         return len(self.prompt_lengths)
 
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the content, for whatever is derived from it; 16 hexadecimal digits."""
+        digest = hashlib.sha256()
+        for array in (self.token_ids, self.offsets, self.prompt_lengths):
+            digest.update(array.tobytes())
+        return digest.hexdigest()[:16]
+
     def sequence(self, index: int) -> NDArray[np.int32]:
         """Token ids of one sequence, a view."""
         return self.token_ids[self.offsets[index] : self.offsets[index + 1]]
@@ -119,7 +129,12 @@ def read_data(folder: Path) -> TokenData:
             "'vllm-spec train blockwise --stage data --prompts ...'"
         )
     manifest = read_json(manifest_path)
-    num_shards = int(manifest.get("num_shards", 0))
+    num_shards = manifest.get("num_shards", 0)
+    if not isinstance(num_shards, int):
+        raise SpecExtError(
+            f"{manifest_path}: num_shards is {num_shards!r}, expected a number; delete the folder "
+            "and run the data stage again"
+        )
     missing = [i for i in range(num_shards) if not shard_path(folder, i).is_file()]
     if missing or not num_shards:
         raise SpecExtError(

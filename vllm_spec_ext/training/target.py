@@ -25,6 +25,16 @@ def pick_device(name: str) -> torch.device:
         raise SpecExtError(
             f"device {name!r} was asked for, but torch sees no GPU; use --device cpu"
         )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SpecExtError(
+            f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs; "
+            "counting starts at cuda:0"
+        )
+    mps = device.type == "mps" and torch.backends.mps.is_available()
+    if device.type not in ("cpu", "cuda") and not mps:
+        raise SpecExtError(
+            f"device {name!r} cannot be used here; expected auto, cpu, cuda or cuda:0"
+        )
     return device
 
 
@@ -50,6 +60,7 @@ class Target:
         text_config = self.model.config.get_text_config()
         self.hidden_size = int(text_config.hidden_size)
         self.vocab_size = int(text_config.vocab_size)
+        self.context = _context(self.model.config)
         self._head: nn.Module | None = self.model.get_output_embeddings()
         self._embedding: nn.Module = self.model.get_input_embeddings()
         self._check()
@@ -118,14 +129,33 @@ def load_target(
     Raises:
         SpecExtError: It cannot be loaded, or is not suited (see :class:`Target`).
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
         raise SpecExtError(f"cannot load the target {name!r}: {error}") from error
+    except SafetensorError as error:
+        raise SpecExtError(
+            f"the weights of the target {name!r} are damaged ({error}); download or copy them again"
+        ) from error
     model = model.to(device).eval().requires_grad_(not frozen)
     return Target(model, name)
+
+
+def context_of(name: str) -> int | None:
+    """Tokens that a model can see, from its configuration alone; None = it does not say."""
+    from transformers import AutoConfig
+
+    try:
+        return _context(AutoConfig.from_pretrained(name))
+    except (OSError, ValueError) as error:
+        raise SpecExtError(f"cannot load the target {name!r}: {error}") from error
+
+
+def _context(config: Any) -> int | None:
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def load_tokenizer(name: str) -> Any:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Option tables of the docs, made from the schemas: ``python -m vllm_spec_ext.cli.option_tables``.
+"""Tables of the docs, from schemas and measurements: ``python -m vllm_spec_ext.cli.docs_tables``.
 
 A page marks where a table goes; what stands between the two marks is replaced::
 
     <!-- options: input_copy -->
     <!-- end of options -->
 
-``request options: METHOD`` gives the per-request options instead. ``--write docs`` rewrites the
-pages of a folder, ``--check docs`` exits with 1 if that would change one.
+    <!-- measured: FILE input_copy -->
+    <!-- end of measured -->
+
+``request options: METHOD`` gives the per-request options instead. ``measured`` reads
+``measured/FILE.json`` of the same folder, which ``vllm-spec report --summary`` wrote; without a
+method it gives the table of all. ``--write docs`` rewrites the pages of a folder, ``--check docs``
+exits with 1 if that would change one.
 """
 
 import argparse
@@ -16,13 +21,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_spec_ext.cli.measured_tables import all_methods_tables, method_table, read_summary
 from vllm_spec_ext.cli.option_docs import option_docs
 from vllm_spec_ext.config import Options
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 
 END = "<!-- end of options -->"
-_MARKED = re.compile(rf"<!-- (request )?options: (\w+) -->\n.*?{END}", re.DOTALL)
+END_MEASURED = "<!-- end of measured -->"
+_OPTIONS = re.compile(rf"<!-- (request )?options: ([\w-]+) -->\n.*?{END}", re.DOTALL)
+_MEASURED = re.compile(rf"<!-- measured: ([\w-]+)(?: ([\w-]+))? -->\n.*?{END_MEASURED}", re.DOTALL)
 
 
 def markdown_table(schema: type[Options]) -> str:
@@ -35,11 +43,16 @@ def markdown_table(schema: type[Options]) -> str:
     return "\n".join(lines)
 
 
-def with_tables(page: str) -> str:
+def with_tables(page: str, folder: Path) -> str:
     """A page with its tables brought up to date.
+
+    Args:
+        page: Its text.
+        folder: With ``measured/``.
 
     Raises:
         UnknownNameError: A mark names a method that does not exist.
+        SpecExtError: A mark names a measurement that does not exist or lacks the method.
     """
 
     def table(mark: re.Match[str]) -> str:
@@ -48,11 +61,17 @@ def with_tables(page: str) -> str:
         head = f"<!-- {mark[1] or ''}options: {mark[2]} -->"
         return f"{head}\n{markdown_table(schema)}\n{END}"
 
-    return _MARKED.sub(table, page)
+    def figures(mark: re.Match[str]) -> str:
+        found = read_summary(folder / "measured" / f"{mark[1]}.json")
+        head = f"<!-- measured: {mark[1]}{f' {mark[2]}' if mark[2] else ''} -->"
+        body = method_table(found, mark[2]) if mark[2] else all_methods_tables(found)
+        return f"{head}\n{body}\n{END_MEASURED}"
+
+    return _MEASURED.sub(figures, _OPTIONS.sub(table, page))
 
 
 def outdated(folder: Path) -> dict[Path, str]:
-    """Pages of a folder whose tables differ from the schemas, with their new text.
+    """Pages of a folder whose tables are out of date, with their new text.
 
     Raises:
         SpecExtError: There is no such folder.
@@ -60,13 +79,13 @@ def outdated(folder: Path) -> dict[Path, str]:
     if not folder.is_dir():
         raise SpecExtError(f"found no folder {str(folder)!r}; expected the one with the docs")
     old = {page: page.read_text(encoding="utf-8") for page in sorted(folder.glob("*.md"))}
-    new = {page: with_tables(text) for page, text in old.items()}
+    new = {page: with_tables(text, folder) for page, text in old.items()}
     return {page: text for page, text in new.items() if text != old[page]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Option tables of the docs, from the schemas.")
+    parser = argparse.ArgumentParser(description="Tables of the docs.")
     parser.add_argument("--write", action="store_true", help="rewrite the pages (default: check)")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a page is out of date")
     parser.add_argument("folder", type=Path)
@@ -74,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         pages = outdated(given.folder)
     except SpecExtError as error:
-        print(f"option_tables: {error}", file=sys.stderr)
+        print(f"docs_tables: {error}", file=sys.stderr)
         return 2
     for page, text in pages.items():
         if given.write:
