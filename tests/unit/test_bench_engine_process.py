@@ -10,6 +10,7 @@ from vllm_spec_ext.bench import engine_process
 from vllm_spec_ext.bench.engine_process import EngineServer
 from vllm_spec_ext.bench.measure import StepOutput
 from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.records import DraftCounters
 
 
 class Worker:
@@ -20,6 +21,8 @@ class Worker:
         self.active: list[str] = []
         self.rows: list[int] = []
         self.num_rows = 0
+        self.times: tuple[float, ...] = (1.0, 2.0)
+        self.now = 0.0
         self.calls: list[str] = []
 
     def forget(self) -> None:
@@ -33,6 +36,7 @@ class Worker:
 
     def step(self) -> list[StepOutput]:
         self.num_rows += 1
+        self.now += 1.0
         self.rows = [*self.rows, self.num_rows][-10:]
         done = self.num_rows % 7 == 0
         name = self.active.pop() if done else self.active[-1]
@@ -44,21 +48,70 @@ class Worker:
         return [rows]
 
     def propose_us(self) -> tuple[float, ...]:
-        return (1.0, 2.0)
+        return self.times
+
+    def counters(self) -> DraftCounters:
+        return DraftCounters()
+
+
+def serving(worker: Worker, pipe: Any) -> EngineServer:
+    """Six questions for this worker."""
+    server = EngineServer(pipe)
+    server.engine = worker  # type: ignore[assignment]
+    server.questions = [Question(i, "a", ({"role": "user", "content": "x"},)) for i in range(6)]
+    return server
 
 
 def test_a_recording_loses_no_step_and_shows_that_it_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_process, "MAX_STEPS", 10)
-    sent: list[Any] = []
-    server = EngineServer(SimpleNamespace(send=sent.append))  # type: ignore[arg-type]
     worker = Worker()
-    server.engine = worker  # type: ignore[assignment]
-    server.questions = [Question(i, "a", ({"role": "user", "content": "x"},)) for i in range(6)]
+    sent: list[Any] = []
+    server = serving(worker, SimpleNamespace(send=sent.append))
     found = server.record(range(6), 1)
     assert found["steps"] == list(range(1, 43))
     assert found["propose_us"] == [1.0, 2.0]
     assert worker.calls[:2] == ["forget", "spec_ext_record"]
     assert worker.calls[-1] == "spec_ext_record"
     assert [kind for kind, _ in sent] == ["progress"] * 6
+
+
+class Others:
+    """The other end of the pipe, which has the machine for 100 s between two turns."""
+
+    def __init__(self, worker: Worker, answer: str) -> None:
+        self.worker, self.answer = worker, answer
+        self.sent: list[str] = []
+        self.in_flight: list[int] = []
+
+    def send(self, message: tuple[str, object]) -> None:
+        self.sent.append(message[0])
+
+    def recv(self) -> tuple[str, tuple[()]]:
+        self.worker.now += 100.0
+        self.in_flight.append(len(self.worker.active))
+        return self.answer, ()
+
+
+def test_a_pass_in_turns_keeps_its_requests_and_stops_its_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Worker()
+    others = Others(worker, "go_on")
+    monkeypatch.setattr(engine_process.time, "perf_counter", lambda: worker.now)
+    worker.times = (10.0, 100e6, 20.0)  # one draft was stopped in its middle
+    run = serving(worker, others).run(range(6), 2, turn=2)
+    assert others.sent == ["progress", "progress", "turn"] * 2 + ["progress"] * 2
+    assert others.in_flight == [1, 1]
+    assert run.wall_s == worker.num_rows == 42
+    assert max(turn.wall_s for one in run.questions for turn in one.turns) <= 42
+    assert max(s for one in run.questions for turn in one.turns for s in turn.step_s) <= 42
+    assert run.propose_us == (10.0, 20.0)
+    assert worker.calls == ["forget"]
+
+
+def test_a_benchmark_may_end_between_two_turns() -> None:
+    worker = Worker()
+    with pytest.raises(SystemExit):
+        serving(worker, Others(worker, "stop")).run(range(6), 1, turn=4)

@@ -13,7 +13,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Self
@@ -110,6 +110,32 @@ class EngineClient:
         arguments = (list(indices), concurrency, on_step is not None, fresh)
         return self._ask("run", *arguments, on_progress=on_answer, on_step=on_step)
 
+    def run_in_turns(
+        self,
+        indices: Sequence[int],
+        concurrency: int,
+        turn: int,
+        on_answer: Callable[[int], None] = lambda index: None,
+    ) -> Iterator[EngineRun | None]:
+        """One timed pass, from a clean state, that lets others have the machine in between.
+
+        Args:
+            indices: Which questions.
+            concurrency: Requests in flight; they stay so between the turns.
+            turn: Answers in a turn.
+            on_answer: Called with the index of each complete answer.
+
+        Yields:
+            None after each turn but the last: the clock of the pass stands until the next one is
+            asked for, and :meth:`pause` may be called. At last the run.
+        """
+        arguments = (list(indices), concurrency, False, True, turn)
+        measured = self._ask("run", *arguments, on_progress=on_answer)
+        while measured is None:
+            yield None
+            measured = self._ask("go_on", on_progress=on_answer)
+        yield measured
+
     def score(self, answers: Sequence[tuple[int, Sequence[int]]]) -> list[float]:
         """Sum of the token log-probabilities of each answer (question index, tokens)."""
         return self._ask("score", list(answers))
@@ -181,7 +207,7 @@ class EngineClient:
                     raise EngineFailed(self._explain(f"no sign of life for {SILENCE_S:.0f} s"))
                 kind, value = self.pipe.recv()
                 self.busy = kind in ("step", "progress")
-                if kind == "ok":
+                if kind in ("ok", "turn"):
                     return value
                 if kind == "error":
                     raise EngineFailed(self._explain(str(value)))

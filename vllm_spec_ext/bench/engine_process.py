@@ -2,16 +2,19 @@
 """The child process that owns one engine: ``python -m vllm_spec_ext.bench.engine_process FD FD``.
 
 It reads commands from a pipe and answers each with ``("ok", value)``, ``("refused", text)`` for
-bad input or ``("error", text)``, with ``("progress", index)`` and ``("step", texts)`` in between.
+bad input or ``("error", text)``, with ``("progress", index)`` and ``("step", texts)`` in between; a
+pass in turns also says ``("turn", None)`` and waits for the command ``go_on``.
 See :mod:`vllm_spec_ext.bench.engine_client` for the other end.
 """
 
+import math
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -25,6 +28,24 @@ from vllm_spec_ext.errors import SpecExtError
 
 if TYPE_CHECKING:
     from vllm_spec_ext.bench.vllm_engine import VllmEngine
+
+
+class Stopwatch:
+    """Seconds, without those in which it was stopped."""
+
+    def __init__(self) -> None:
+        self.stops: list[float] = []  # seconds of each
+
+    def __call__(self) -> float:
+        """Now; only differences mean something."""
+        return time.perf_counter() - sum(self.stops)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """While this lasts, no time passes."""
+        start = time.perf_counter()
+        yield
+        self.stops.append(time.perf_counter() - start)
 
 
 class EngineServer:
@@ -49,11 +70,16 @@ class EngineServer:
         engine = self._started()
         self.questions = questions
         lengths = tuple(len(engine.encode(question.opening)) for question in questions)
-        self._answer(range(min(warm_up, len(questions))), concurrency, report=False)
+        self._answer(range(min(warm_up, len(questions))), concurrency)
         return replace(engine.facts, prompt_lengths=lengths)
 
     def run(
-        self, indices: Sequence[int], concurrency: int, stream: bool, fresh: bool = True
+        self,
+        indices: Sequence[int],
+        concurrency: int,
+        stream: bool = False,
+        fresh: bool = True,
+        turn: int | None = None,
     ) -> EngineRun:
         """One timed pass over some of the questions.
 
@@ -62,23 +88,38 @@ class EngineServer:
             concurrency: Requests in flight.
             stream: Send the text of each step as it comes (for one request at a time).
             fresh: From a clean state; else this goes on with a pass that was begun.
+            turn: After so many answers, stop the clock, say so and wait for ``go_on``.
         """
         engine = self._started()
         if fresh:
             engine.forget()
         before = engine.counters()
+        clock = Stopwatch()
+        num_answers = 0
 
         def send(tokens: Sequence[int], num_new: int) -> None:
             self.pipe.send(("step", engine.pieces(tokens, num_new)))
 
+        def answered(index: int) -> None:
+            nonlocal num_answers
+            self._report(index)
+            num_answers += 1
+            if turn and num_answers % turn == 0 and num_answers < len(indices):
+                with clock.stopped():
+                    self._let_others()
+
         records, wall_s = self._answer(
-            indices, concurrency, report=True, on_step=send if stream else None
+            indices, concurrency, clock=clock, on_answer=answered, on_step=send if stream else None
         )
+        # vLLM's engine process works ahead; one that was stopped in the middle of a draft counts
+        # the stop as drafting.
+        longest = min(clock.stops, default=math.inf) * 1e6
+        times = engine.propose_us()
         return EngineRun(
             questions=tuple(records),
             wall_s=wall_s,
             counters=engine.counters() - before,
-            propose_us=engine.propose_us(),
+            propose_us=times and tuple(us for us in times if us < longest),
             rss_bytes=resident_bytes(os.getpgrp()),
         )
 
@@ -89,7 +130,7 @@ class EngineServer:
         for index, answer in answers:
             prompt = engine.encode(self.questions[index].opening)
             scores.append(engine.log_prob(prompt, answer))
-            self.pipe.send(("progress", index))
+            self._report(index)
         return scores
 
     def trace(self, index: int) -> dict[str, Any]:
@@ -134,7 +175,7 @@ class EngineServer:
 
         engine.llm.collective_rpc("spec_ext_record", args=(True,))
         try:
-            records, _ = self._answer(indices, concurrency, report=True, on_step=collect)
+            records, _ = self._answer(indices, concurrency, on_answer=self._report, on_step=collect)
             steps += engine.llm.collective_rpc("spec_ext_recorded")[0]
         finally:
             engine.llm.collective_rpc("spec_ext_record", args=(False,))
@@ -145,23 +186,27 @@ class EngineServer:
         indices: Sequence[int],
         concurrency: int,
         *,
-        report: bool,
+        clock: Callable[[], float] = time.perf_counter,
+        on_answer: Callable[[int], None] = lambda index: None,
         on_step: Callable[[Sequence[int], int], None] | None = None,
-    ) -> Any:
-        engine = self._started()
-
-        def progress(index: int) -> None:
-            if report:
-                self.pipe.send(("progress", index))
-
+    ) -> tuple[list[QuestionRecord], float]:
         return run_questions(
-            engine,
+            self._started(),
             [(index, self.questions[index]) for index in indices],
             concurrency=concurrency,
-            clock=time.perf_counter,
-            on_answer=progress,
+            clock=clock,
+            on_answer=on_answer,
             on_step=on_step,
         )
+
+    def _report(self, index: int) -> None:
+        self.pipe.send(("progress", index))
+
+    def _let_others(self) -> None:
+        self.pipe.send(("turn", None))
+        command, _ = self.pipe.recv()
+        if command != "go_on":  # told to stop
+            sys.exit(0)
 
     def _started(self) -> "VllmEngine":
         if self.engine is None:

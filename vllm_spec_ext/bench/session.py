@@ -10,14 +10,14 @@ from vllm_spec_ext.bench.drift import Drift, drift_of, first_answers
 from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
-from vllm_spec_ext.bench.records import EngineFacts, EngineRun, Run, join_runs
+from vllm_spec_ext.bench.records import EngineFacts, EngineRun, Run
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.bench.statistics import Summary, summarise
 from vllm_spec_ext.bench.vllm_engine import Sampling
 from vllm_spec_ext.errors import SpecExtError
 
 MIN_FREE_BYTES = 512 << 20
-TURN = 4  # questions
+TURN = 4  # answers; a whole batch, where that is more
 
 
 class Events:
@@ -32,8 +32,8 @@ class Events:
     def engine_failed(self, name: str, reason: str) -> None:
         """It could not be started, or died; its method is dropped."""
 
-    def pass_starting(self, name: str, batch_size: int, repeat: int) -> None:
-        """A timed pass begins."""
+    def passes_starting(self, batch_size: int, repeat: int) -> None:
+        """A timed pass of every engine begins; they take turns."""
 
     def answered(self) -> None:
         """One more prompt of this pass is complete."""
@@ -147,16 +147,6 @@ def run_benchmark(result: BenchResult, log_dir: Path, events: Events) -> None:
             _measure_drifts(result, clients, events)
 
 
-def turns(num_questions: int, batch_size: int) -> list[range]:
-    """Questions that one engine answers before the next one takes its turn.
-
-    A machine's speed drifts over the minutes of a whole pass. At larger batches a pass is one turn,
-    as the batch runs empty at the end of each.
-    """
-    size = TURN if batch_size == 1 else max(1, num_questions)
-    return [range(i, min(i + size, num_questions)) for i in range(0, num_questions, size)]
-
-
 def _run_in_turns(
     result: BenchResult,
     clients: dict[str, EngineClient],
@@ -164,27 +154,36 @@ def _run_in_turns(
     repeat: int,
     events: Events,
 ) -> None:
-    """One repeat: every method over all questions; failed ones are dropped."""
-    names = rotated(list(clients), repeat)
-    parts: dict[str, list[EngineRun]] = {name: [] for name in names}
-    for number, turn in enumerate(turns(len(result.questions), batch_size)):
-        for name in rotated(names, number):
-            if name not in clients:
+    """One repeat: every method over all questions, in turns; failed ones are dropped.
+
+    A machine's speed drifts over the minutes of a whole pass, so no engine has it for long.
+    Requests stay in flight while others have their turn: no batch runs empty before the end.
+    """
+    indices = range(len(result.questions))
+    turn = max(TURN, batch_size)
+    events.passes_starting(batch_size, repeat)
+    passes = {
+        name: clients[name].run_in_turns(indices, batch_size, turn, lambda _: events.answered())
+        for name in rotated(list(clients), repeat)
+    }
+    measured: dict[str, EngineRun] = {}
+    number = 0
+    while len(measured) < len(passes):
+        for name in rotated(list(passes), number):
+            if name in measured:
                 continue
-            if not number:
-                events.pass_starting(name, batch_size, repeat)
             try:
-                measured = clients[name].run(
-                    turn, batch_size, lambda _: events.answered(), fresh=not number
-                )
+                run = next(passes[name])
             except EngineFailed as error:
+                del passes[name]
                 _drop(result, clients, name, error, events)
                 continue
             clients[name].pause()
-            parts[name].append(measured)
-    for name in names:
-        if name in clients:
-            result.runs.append(Run(name, batch_size, repeat, join_runs(parts[name])))
+            if run is not None:
+                measured[name] = run
+        number += 1
+    for name in passes:
+        result.runs.append(Run(name, batch_size, repeat, measured[name]))
 
 
 def _measure_drifts(result: BenchResult, clients: dict[str, EngineClient], events: Events) -> None:

@@ -290,9 +290,9 @@ class ProgressEvents(Events):
         )
         self.console.print(f"{name} dropped: {reason}", style="red", markup=False, highlight=False)
 
-    def pass_starting(self, name: str, batch_size: int, repeat: int) -> None:
-        """Show which pass is being timed."""
-        text = f"repeat {repeat + 1}, batch {batch_size}: {name}"
+    def passes_starting(self, batch_size: int, repeat: int) -> None:
+        """Show what is being timed."""
+        text = f"repeat {repeat + 1}, batch {batch_size}"
         self.progress.update(self.answers, description=text, visible=True)
         self._say(text)
 
