@@ -103,6 +103,12 @@ class StepOutcome:
     request_id: str
     num_drafted: int  # nodes that were really verified (the scheduler may cut a draft short)
     num_accepted: int  # accepted nodes, the bonus token not counted
+    nodes: tuple[int, ...] | None = None  # the accepted ones, a path; None = the first, of a chain
+
+    @property
+    def accepted(self) -> Sequence[int]:
+        """Indices of the accepted nodes in the draft."""
+        return range(self.num_accepted) if self.nodes is None else self.nodes
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,11 @@ class Blockwise(BaseProposer):
         rows = [i for i, request in enumerate(step.requests) if request.room > 0]
         if self._heads is None or step.hidden_states is None or not rows:
             return drafts
+        for row in rows:
+            self._worth.forget(step.requests[row].request_id)  # a draft that had no outcome
         confidence = self._confidence(step.min_probability)
+        if confidence > 1.0:
+            return drafts
         with torch.inference_mode():
             logits = self._head_logits(step, rows)
             if logits is None:
@@ -151,13 +155,13 @@ class Blockwise(BaseProposer):
                 draft = self._chain(log_probs[i, :, 0], tokens[i, :, 0], request.room, limit)
             drafts[row] = draft
             if draft.path_probs is not None:
-                self._worth.drafted(step.requests[row].request_id, float(draft.path_probs.sum()))
+                self._worth.drafted(request.request_id, draft.path_probs)
         return drafts
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how far the heads' probabilities can be trusted."""
         for outcome in outcomes:
-            self._worth.verified(outcome.request_id, outcome.num_accepted)
+            self._worth.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget the outcomes that will not come, and the texts."""

@@ -1,43 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns what a verified token costs into the confidence that a drafted node needs."""
 
-_MEMORY = 0.99  # what remains of the past after one more verified tree
-_PRIOR = 4.0  # accepted tokens that the estimates are trusted with at the start
-_LOWEST, _HIGHEST = 0.01, 0.95
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MEMORY = 0.99  # what remains of the past after one more verified draft
+_FADE = 0.98  # what remains of it after a step in which nothing was worth drafting
+_PRIOR = 4.0  # nodes that an estimate is trusted with at the start
+_LOWEST, _NONE = 0.01, math.inf
+
+# Nodes are told apart by what was promised of them: estimates are off by more the nearer they come
+# to certainty.
+_BOUNDS = np.array([0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.27, 0.35, 0.45, 0.55, 0.67, 0.8, 0.9, 0.97])
+_LEAST = np.concatenate(([_LOWEST], _BOUNDS))  # promise of each class
+_MIDDLE = np.sqrt(_LEAST * np.append(_BOUNDS, 1.0))
 
 
 class Worth:
-    """Learns by how much a proposer's estimates of acceptance are off, over all requests."""
+    """Learns how often nodes stand of which so much was promised, over all requests."""
 
     def __init__(self) -> None:
         """Trust the estimates until they prove wrong."""
-        self._expected = self._accepted = 0.0
-        self._pending: dict[str, float] = {}
+        self._tried = np.zeros(len(_LEAST))
+        self._accepted = np.zeros(len(_LEAST))
+        self._promised = 0.0
+        self._pending: dict[str, NDArray[np.float32]] = {}
 
-    def drafted(self, request_id: str, expected: float) -> None:
-        """Remember what a tree promises: the sum of its nodes' path probabilities."""
-        self._pending[request_id] = expected
+    def drafted(self, request_id: str, path_probs: NDArray[np.float32]) -> None:
+        """Remember what a draft promises.
 
-    def verified(self, request_id: str, num_accepted: int) -> None:
-        """Compare a tree's promise with what was accepted of it."""
-        expected = self._pending.pop(request_id, None)
-        if expected is not None:
-            self._expected = self._expected * _MEMORY + expected
-            self._accepted = self._accepted * _MEMORY + num_accepted
+        Args:
+            request_id: Whose draft.
+            path_probs: [n] estimated probability that each node is accepted.
+        """
+        self._pending[request_id] = path_probs
+
+    def verified(self, request_id: str, num_drafted: int, accepted: Sequence[int]) -> None:
+        """Compare a draft's promise with what became of it.
+
+        Args:
+            request_id: Whose draft.
+            num_drafted: Nodes that were verified, the first ones of the draft.
+            accepted: Those that were accepted.
+        """
+        probs = self._pending.pop(request_id, None)
+        if probs is None:
+            return
+        probs = probs[:num_drafted]
+        classes = np.searchsorted(_BOUNDS, probs, side="right")
+        size = len(_LEAST)
+        self._promised = self._promised * _MEMORY + float(probs.sum())
+        self._tried = self._tried * _MEMORY + np.bincount(classes, minlength=size)
+        stood = np.bincount(classes[list(accepted)], minlength=size)
+        self._accepted = self._accepted * _MEMORY + stood
 
     def forget(self, request_id: str) -> None:
-        """A request is gone, and with it the outcome of its last tree."""
+        """A request is gone, and with it the outcome of its last draft."""
         self._pending.pop(request_id, None)
 
     @property
     def trust(self) -> float:
-        """Accepted tokens for each one that was promised."""
-        return (self._accepted + _PRIOR) / (self._expected + _PRIOR)
+        """Accepted nodes for each one that was promised, over all classes."""
+        return (float(self._accepted.sum()) + _PRIOR) / (self._promised + _PRIOR)
 
     def confidence(self, min_probability: float) -> float:
-        """Estimated path probability from which on a node pays.
+        """Estimated path probability from which on nodes pay; above 1 if none do.
+
+        The one with which the nodes so far would have earned most: their accepted tokens less
+        what verifying them cost. A class that was seldom tried is judged by all of them, so one
+        that did not pay is tried again when that has been forgotten; a call that finds nothing to
+        pay is a step of forgetting.
 
         Args:
             min_probability: True acceptance probability at which a verified token pays.
         """
-        return min(_HIGHEST, max(_LOWEST, min_probability / max(self.trust, 1e-3)))
+        expected = np.minimum(_MIDDLE * self.trust, 1.0)
+        earned = self._accepted + _PRIOR * expected - min_probability * (self._tried + _PRIOR)
+        from_class = np.cumsum(earned[::-1])[::-1]
+        best = int(np.argmax(from_class))
+        if from_class[best] >= 0.0:
+            return float(_LEAST[best])
+        self._tried, self._accepted = self._tried * _FADE, self._accepted * _FADE
+        self._promised *= _FADE
+        return _NONE

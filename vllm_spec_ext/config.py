@@ -250,6 +250,10 @@ class AdaptiveNgramOptions(MethodOptions):
     normalise: bool = True
     """Scale each row to a sum of at most 1, so that products of weights are probabilities."""
 
+    unseen_weight: float = Field(default=1.0, ge=0.0, le=100.0)
+    """Weight of all that never followed a context, beside what did; one observation weighs
+    ``increment`` times the weight of its overlay. 0 takes what was seen once for certain."""
+
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, given: Any) -> Any:
@@ -301,6 +305,7 @@ ADED_REFERENCE: Mapping[str, Any] = {
     "shared_buckets": 1 << 16,
     "shared_weight": 1.0,
     "normalise": False,
+    "unseen_weight": 0.0,
 }
 """What ADED's published code does; its overlay is unbounded, ours is not."""
 

@@ -119,21 +119,21 @@ def node_depths(draft: Draft) -> IntArray:
     return depths
 
 
-def accepted_length(draft: Draft, recorded: Sequence[int] | IntArray) -> int:
-    """Number of draft tokens on the path that equals the recording.
+def accepted_nodes(draft: Draft, recorded: Sequence[int] | IntArray) -> tuple[int, ...]:
+    """Draft nodes on the path that equals the recording.
 
     Args:
         draft: A chain or a tree.
         recorded: The tokens that the target really produced next.
     """
-    current, accepted = -1, 0
+    accepted: list[int] = []
     for node, token in enumerate(draft.tokens):
         parent = node - 1 if draft.parents is None else draft.parents[node]
         # Parents come first, so one pass suffices: siblings of an accepted node are skipped.
-        if parent == current and accepted < len(recorded) and token == recorded[accepted]:
-            current = node
-            accepted += 1
-    return accepted
+        current, depth = (accepted[-1] if accepted else -1), len(accepted)
+        if parent == current and depth < len(recorded) and token == recorded[depth]:
+            accepted.append(node)
+    return tuple(accepted)
 
 
 @dataclass
@@ -224,7 +224,8 @@ def _step_of(request: _Running, engine: EngineHandle) -> RequestStep:
 def _advance(request: _Running, draft: Draft, result: ReplayResult) -> StepOutcome:
     """Accept what the recording confirms, plus the bonus token, and count."""
     recorded = request.tokens[request.length :]
-    accepted = accepted_length(draft, recorded)
+    nodes = accepted_nodes(draft, recorded)
+    accepted = len(nodes)
     request.new = min(accepted + 1, len(recorded))
     request.length += request.new
     result.num_steps += 1
@@ -238,4 +239,4 @@ def _advance(request: _Running, draft: Draft, result: ReplayResult) -> StepOutco
     for depth in range(deepest):
         result.drafted_at_depth[depth] += 1
         result.accepted_at_depth[depth] += depth < accepted
-    return StepOutcome(request.request_id, len(draft), accepted)
+    return StepOutcome(request.request_id, len(draft), accepted, nodes)

@@ -110,6 +110,7 @@ class NgramDrafter:
             request_half_life=float(options.half_life),
             shared_half_life=float(options.half_life),
             normalise=options.normalise,
+            unseen_weight=options.unseen_weight,
         )
         mode = search_module.MCTS if options.search == "mcts" else search_module.BEST_FIRST
         if not options.tree:
@@ -158,9 +159,10 @@ class NgramDrafter:
         self._settings_array[_SHARED_HALF_LIFE] = half_life
         slots = self.learner.learn(step.requests, half_life)
         self._save_when_due()
+        confidence = self.settings.min_confidence
         if self.settings.pays and step.min_probability is not None:
             confidence = self._worth.confidence(step.min_probability)
-            self._settings_array[_MIN_CONFIDENCE] = confidence
+        self._settings_array[_MIN_CONFIDENCE] = confidence
         searched: list[int] = []
         for start in range(0, len(step.requests), len(self._requests)):
             stop = start + len(self._requests)
@@ -176,8 +178,8 @@ class NgramDrafter:
                         found.parents[row, :count].copy(),
                         path_probs=found.probs[row, :count].copy(),
                     )
-                    expected = float(found.probs[row, :count].sum())
-                    self._worth.drafted(step.requests[start + index].request_id, expected)
+                    request_id = step.requests[start + index].request_id
+                    self._worth.drafted(request_id, found.probs[row, :count].copy())
                 else:
                     self.counters.empty += 1
             searched += part
@@ -205,7 +207,7 @@ class NgramDrafter:
         for outcome in outcomes:
             self.counters.drafted += outcome.num_drafted
             self.counters.accepted += outcome.num_accepted
-            self._worth.verified(outcome.request_id, outcome.num_accepted)
+            self._worth.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Give the requests' overlays back."""

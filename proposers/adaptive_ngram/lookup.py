@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One context's successors: corpus and overlays merged, with back-off to shorter contexts.
 
-``w = p_base + request_weight * w_request + shared_weight * w_shared``, scaled by max(1, sum). The
+``w = p_base + request_weight * w_request + shared_weight * w_shared``, beside ``unseen_weight`` for
+all that the overlays did not see yet: what followed once is not certain to follow again, and what
+followed three times is more so. Where these sum to more than 1, they are divided by their sum. The
 probability that a two-token context leaves open goes to the one-token context, and where both are
 unknown to the corpus's most frequent tokens.
 """
@@ -31,6 +33,7 @@ class Lookup(NamedTuple):
     request_half_life: float
     shared_half_life: float
     normalise: bool
+    unseen_weight: float
 
 
 @kernel
@@ -108,9 +111,14 @@ def context_row(
     tokens: NDArray[np.int32],
     probs: NDArray[np.float32],
     first: int,
-) -> int:
-    """Append the merged, unscaled row of one context from place ``first`` on."""
+) -> tuple[int, float]:
+    """Append the merged, unscaled row of one context from place ``first`` on.
+
+    Returns:
+        The new count, and how much of the weight is the corpus's.
+    """
     count = first
+    known = 0.0
     row = find_base_row(base, w1, w2)
     if row >= 0:
         # Clamped, as opening a store does not read every row: damage must not crash the engine.
@@ -121,6 +129,7 @@ def context_row(
             if token < settings.vocab_size:
                 tokens[count] = token
                 probs[count] = PROB_TABLE[base.prob[place]]
+                known += probs[count]
                 count += 1
     if settings.request_weight > 0.0 and slot >= 0:
         count = put_overlay(
@@ -148,7 +157,7 @@ def context_row(
             count,
             first,
         )
-    return count
+    return count, known
 
 
 @kernel
@@ -201,22 +210,27 @@ def successors(
     count = 0  # successors of the two-token context
     end = 0
     weight = 1.0
-    total = 0.0
+    scale = 1.0
     # One call site for both contexts: LLVM copies the look-up into each, and compiling takes long.
     for level in range(2):
         first = w1 if level == 0 else settings.vocab_size
         if first < 0 or (level == 0 and first >= settings.vocab_size):
             continue
-        end = context_row(base, request, slot, shared, settings, first, w2, tokens, probs, count)
+        end, known = context_row(
+            base, request, slot, shared, settings, first, w2, tokens, probs, count
+        )
         total = 0.0
         for place in range(count, end):
             total += probs[place]
+        # What faded out of the overlays speaks of the unseen as little as of the seen.
+        scale = max(1.0, total + settings.unseen_weight * min(1.0, total - known))
         if level == 1:
             break
         count = end
-        if total > 1.0 and settings.normalise:
+        if settings.normalise:
             for place in range(count):
-                probs[place] /= total
+                probs[place] /= scale
+            total /= scale
         rest = 1.0 - total
         if settings.backoff == 0 or (settings.backoff == 1 and count > 0) or rest <= 0.02:
             return count
@@ -226,8 +240,7 @@ def successors(
     weight *= settings.backoff_weight
     if end == 0:
         return unigrams(base, settings, weight * settings.backoff_weight, tokens, probs)
-    if total > 1.0:
-        weight /= total
+    weight /= scale
     merged = count
     for place in range(count, end):
         # The write never overtakes the read: put() appends at most one entry an iteration.

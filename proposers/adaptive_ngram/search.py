@@ -531,7 +531,7 @@ def search_batch(
         base: The store.
         request: Overlays by request.
         shared: The shared overlay.
-        settings: [14] float64 the fields of :class:`Lookup`, then those of :class:`Search`.
+        settings: [15] float64 the fields of :class:`Lookup`, then those of :class:`Search`.
         memory: Work arrays.
         results: Filled.
     """
@@ -544,14 +544,15 @@ def search_batch(
         settings[5],
         settings[6],
         settings[7] != 0.0,
+        settings[8],
     )
     search = Search(
-        int(settings[8]),
         int(settings[9]),
-        settings[10],
-        int(settings[11]),
+        int(settings[10]),
+        settings[11],
         int(settings[12]),
-        settings[13] != 0.0,
+        int(settings[13]),
+        settings[14] != 0.0,
     )
     s = scratch_of(memory)
     for index in range(num):

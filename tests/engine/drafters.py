@@ -62,8 +62,28 @@ class Oracle(Recorder):
 
     options: OracleOptions
 
+    def __init__(self, options: MethodOptions) -> None:
+        super().__init__(options)
+        self.wrong_paths: list[StepOutcome] = []
+        self._drafted: dict[str, tuple[Draft, list[int]]] = {}
+
     def propose(self, step: StepContext) -> list[Draft]:
-        return [self._draft(request) for request in step.requests]
+        drafts = [self._draft(request) for request in step.requests]
+        for request, draft in zip(step.requests, drafts, strict=True):
+            assert isinstance(request.options, OracleRequest)
+            following = request.options.truth[request.num_output_tokens :]
+            self._drafted[request.request_id] = draft, following
+        return drafts
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        super().observe(outcomes)
+        for outcome in outcomes:
+            draft, truth = self._drafted[outcome.request_id]
+            nodes = list(outcome.accepted)
+            parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
+            is_path = [int(parents[node]) for node in nodes] == [-1, *nodes][: len(nodes)]
+            if not is_path or draft.tokens[nodes].tolist() != truth[: outcome.num_accepted]:
+                self.wrong_paths.append(outcome)
 
     def _draft(self, request: RequestStep) -> Draft:
         options = request.options

@@ -127,9 +127,12 @@ def test_drafts_really_are_accepted_and_rejected(name: str, plain: Any, make_eng
     expected = tokens(run(plain, scenario))
     engine = make_engine(speculative_config=METHODS[name])
     runner = runner_of(engine)
-    outcomes = runner.drafter._proposer.outcomes
+    proposer = runner.drafter._proposer
+    outcomes, wrong_paths = proposer.outcomes, getattr(proposer, "wrong_paths", [])
     outcomes.clear()
+    wrong_paths.clear()
     run(engine, scenario, [out[0] for out in expected])
+    assert wrong_paths == []
     accepted = sum(outcome.num_accepted for outcome in outcomes)
     drafted = sum(outcome.num_drafted for outcome in outcomes)
     assert drafted > 200

@@ -29,7 +29,7 @@ from vllm_spec_ext.proposers.base import (
 )
 from vllm_spec_ext.replay import (
     Recording,
-    accepted_length,
+    accepted_nodes,
     check_draft,
     node_depths,
     replay,
@@ -139,6 +139,14 @@ def test_neighbours_do_not_matter_to_request_overlays() -> None:
         assert same(one, together.propose(StepContext(others))[1:])
 
 
+def test_drafting_goes_on_when_the_cost_is_unknown_again() -> None:
+    proposer = started()
+    requests = [request("a", REPEATING)]
+    assert len(proposer.propose(StepContext(requests))[0])
+    assert not len(proposer.propose(StepContext(requests, min_probability=1.0))[0])
+    assert len(proposer.propose(StepContext(requests))[0])
+
+
 def test_memory_is_flat() -> None:
     proposer = started(overlay="both")
     rng = np.random.default_rng(0)
@@ -207,15 +215,15 @@ def test_options_are_checked() -> None:
         )
 
 
-def test_accepted_length_follows_the_tree() -> None:
+def test_accepted_nodes_follow_the_tree() -> None:
     ids = np.array([5, 6, 7, 8, 9], np.int32)
     parents = np.array([-1, 0, 1, 0, -1], np.int32)
     tree = Draft(ids, parents)
     assert node_depths(tree).tolist() == [1, 2, 3, 2, 1]
-    cases = {(5, 6, 7, 1): 3, (5, 8, 7): 2, (9, 6): 1, (1,): 0, (5,): 1, (): 0}
+    cases = {(5, 6, 7, 1): (0, 1, 2), (5, 8, 7): (0, 3), (9, 6): (4,), (1,): (), (5,): (0,), (): ()}
     for recorded, expected in cases.items():
-        assert accepted_length(tree, recorded) == expected
-    assert accepted_length(chain([5, 6, 7]), (5, 6, 1)) == 2
+        assert accepted_nodes(tree, recorded) == expected
+    assert accepted_nodes(chain([5, 6, 7]), (5, 6, 1)) == (0, 1)
     with pytest.raises(SpecExtError, match="precede"):
         check_draft(Draft(ids, np.array([-1, 1, 0, 0, 0], np.int32)), 8, V)
     with pytest.raises(SpecExtError, match="at most 4"):

@@ -47,6 +47,7 @@ class Model:
             "request_half_life": 60.0,
             "shared_half_life": 60.0,
             "normalise": True,
+            "unseen_weight": 0.0,
         }
         self.lookup = Lookup(**(settings | lookup))  # type: ignore[arg-type]
 
@@ -247,6 +248,34 @@ def test_merge_by_hand() -> None:
     assert model.row(7, 2) == {}
     model.lookup = model.lookup._replace(request_weight=4.0)
     assert model.row(1, 2) == pytest.approx({3: 0.5, 4: 0.5})
+
+
+def test_what_was_seen_once_is_not_certain() -> None:
+    model = Model(0, backoff_weight=0.5, shared_weight=0.0, request_weight=4.0, unseen_weight=1.0)
+    model.lookup = model.lookup._replace(request_half_life=0.0)
+    model.request.clear(0)
+    tokens = np.array([1, 2, 3, 0, 1, 2, 4, 0, 2, 5], np.int32)
+    learn(model.request.arrays, 0, tokens, 0, V, True, 0.0, 0.25, 3.0)
+    # (1, 2): 3, 4 and all else weigh 1 each; the third left goes to 2's row, (3, 4, 5, all else).
+    third, twelfth = 1 / 3, 1 / 3 * 0.5 / 4
+    expected = {3: third + twelfth, 4: third + twelfth, 5: twelfth}
+    assert model.row(1, 2) == pytest.approx(expected)
+    learn(model.request.arrays, 0, tokens, 0, V, True, 0.0, 0.25, 3.0)
+    more = model.row(1, 2)
+    assert more[3] == pytest.approx(0.4 + 0.2 * 0.5 * 2 / 7)
+
+
+def test_fading_makes_nothing_more_certain() -> None:
+    model = Model(0, backoff=BACKOFF["off"], shared_weight=0.0, unseen_weight=1.0)
+    model.lookup = model.lookup._replace(request_half_life=0.0)
+    model.request.clear(0)
+    learn(model.request.arrays, 0, np.array([1, 2, 3], np.int32), 0, V, True, 0.0, 1.0, 3.0)
+    weights = [2.0, 1.01, 0.99, 0.6, 0.5, 0.3]
+    shares = []
+    for weight in weights:
+        model.lookup = model.lookup._replace(request_weight=weight)
+        shares.append(model.row(1, 2)[3])
+    assert shares == pytest.approx([2 / 3, 1.01 / 2.01, 0.5, 0.5, 0.5, 0.3])
 
 
 class TinyTokenizer:

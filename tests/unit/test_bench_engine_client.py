@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_spec_ext.bench import engine_client
 from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed, root_cause, with_cause
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.vllm_engine import Sampling
@@ -78,6 +79,50 @@ def test_a_paused_engine_is_stopped_and_wakes_for_a_command(tmp_path: Path) -> N
         assert not client.paused
         client.pause()
     assert _state(client.process.pid) == ""
+
+
+CHILD_IN_TURNS = """
+import sys
+from multiprocessing.connection import Connection
+pipe = Connection(int(sys.argv[1]))
+command, (indices, concurrency, stream, fresh, turn) = pipe.recv()
+assert (command, indices, concurrency, stream, fresh, turn) == ("run", [0, 1], 2, False, True, 1)
+pipe.send(("progress", 0))
+pipe.send(("turn", None))
+if pipe.recv() == ("go_on", ()):
+    pipe.send(("progress", 1))
+    pipe.send(("ok", "the run"))
+    pipe.recv()
+"""
+
+
+@pytest.fixture
+def child_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineClient:
+    """An engine's process with a pass of two turns."""
+    (tmp_path / "child_in_turns.py").write_text(CHILD_IN_TURNS)
+    monkeypatch.setattr(engine_client, "CHILD_MODULE", "child_in_turns")
+    return EngineClient("x", tmp_path / "x.log", {"PYTHONPATH": str(tmp_path)})
+
+
+@linux_only
+def test_an_engine_waits_stopped_between_its_turns(child_in_turns: EngineClient) -> None:
+    answered: list[int] = []
+    with child_in_turns as client:
+        turns = client.run_in_turns([0, 1], 2, 1, answered.append)
+        assert next(turns) is None
+        assert answered == [0]
+        client.pause()
+        _wait_for(lambda: _state(client.process.pid) == "T")
+        assert next(turns) == "the run"
+        assert answered == [0, 1]
+    assert client.process.returncode == 0
+
+
+def test_an_engine_can_be_closed_between_its_turns(child_in_turns: EngineClient) -> None:
+    assert next(child_in_turns.run_in_turns([0, 1], 2, 1)) is None
+    child_in_turns.pause()
+    child_in_turns.close()
+    assert child_in_turns.process.returncode == 0
 
 
 def test_a_process_at_work_is_ended_by_sigterm(tmp_path: Path) -> None:

@@ -78,10 +78,10 @@ def test_a_recording_loses_no_step_and_shows_that_it_goes_on(
 
 
 class Others:
-    """The other end of the pipe, which has the machine for 100 s between two turns."""
+    """The other end of the pipe, which has the machine between two turns."""
 
-    def __init__(self, worker: Worker, answer: str) -> None:
-        self.worker, self.answer = worker, answer
+    def __init__(self, worker: Worker, answer: str, seconds: float = 100.0) -> None:
+        self.worker, self.answer, self.seconds = worker, answer, seconds
         self.sent: list[str] = []
         self.in_flight: list[int] = []
 
@@ -89,7 +89,7 @@ class Others:
         self.sent.append(message[0])
 
     def recv(self) -> tuple[str, tuple[()]]:
-        self.worker.now += 100.0
+        self.worker.now += self.seconds
         self.in_flight.append(len(self.worker.active))
         return self.answer, ()
 
@@ -109,6 +109,14 @@ def test_a_pass_in_turns_keeps_its_requests_and_stops_its_clock(
     assert max(s for one in run.questions for turn in one.turns for s in turn.step_s) <= 42
     assert run.propose_us == (10.0, 20.0)
     assert worker.calls == ["forget"]
+
+
+def test_a_stop_with_nobody_waiting_hides_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    others = Others(worker, "go_on", seconds=0.001)
+    monkeypatch.setattr(engine_process.time, "perf_counter", lambda: worker.now)
+    worker.times = (5_000.0, 9_000.0)
+    assert serving(worker, others).run(range(6), 2, turn=2).propose_us == worker.times
 
 
 def test_a_benchmark_may_end_between_two_turns() -> None:

@@ -196,6 +196,17 @@ def test_a_draft_vocabulary_bounds_what_is_drafted(
     assert target.calls == (0 if plain_projection else 1)
 
 
+def test_a_draft_without_an_outcome_is_forgotten(tmp_path: Path) -> None:
+    folder, _ = save(tmp_path)
+    proposer = start(StandInTarget(), folder)
+    hidden = torch.randn(1, SIZE)
+    one = StepContext(step(hidden, [1]).requests, hidden, min_probability=0.001)
+    assert len(proposer.propose(one)[0]) == 1
+    proposer.propose(step(hidden, [3]))  # the cost is unknown again, and nothing is promised
+    proposer.observe([StepOutcome("r0", 3, 3)])
+    assert proposer._worth.trust == 1.0
+
+
 def test_drafts_only_what_pays(tmp_path: Path) -> None:
     folder, _ = save(tmp_path)
     proposer = start(StandInTarget(), folder)
@@ -209,13 +220,10 @@ def test_drafts_only_what_pays(tmp_path: Path) -> None:
     assert len(proposer.propose(dear)[0]) == 0
     assert len(start(StandInTarget(), folder, pays=False).propose(dear)[0]) == 3
     # Heads that are right more often than they say are trusted more.
-    chosen = float(draft.path_probs[0]) * 1.5
-    some = StepContext(step(hidden, [3]).requests, hidden, min_probability=chosen)
-    assert len(proposer.propose(some)[0]) == 0
     for _ in range(200):
         proposer.propose(cheap)
         proposer.observe([StepOutcome("r0", 3, 3)])
-    assert len(proposer.propose(some)[0]) >= 1
+    assert len(proposer.propose(dear)[0]) == 3
     proposer.propose(cheap)
     proposer.finish(["r0"])
     assert proposer._worth._pending == {}

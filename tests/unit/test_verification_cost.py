@@ -3,6 +3,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from vllm_spec_ext.engine.verification_cost import VerificationCost
@@ -55,6 +56,18 @@ def test_outliers_do_not_count() -> None:
     assert cost.predict(9) == before
 
 
+def test_outliers_do_not_count_while_all_steps_have_one_size() -> None:
+    cost, paused = VerificationCost(), VerificationCost()
+    for observed in (cost, paused):
+        for _ in range(30):
+            observed.observe(8, 8, 8, 0.06)
+    paused.observe(8, 8, 8, 20.0)  # another engine of a benchmark had the machine
+    for observed in (cost, paused):
+        observed.observe(260, 8, 20, 0.9)  # a first step with large trees
+    assert cost.predict(16) == paused.predict(16)
+    assert cost.predict(16) is not None
+
+
 def test_free_tokens_cost_nothing() -> None:
     assert measured(10e-3, 0.0).price(4).min_probability == pytest.approx(0.0, abs=1e-6)
 
@@ -90,10 +103,45 @@ def test_full_and_partial_acceptance_are_counted_apart() -> None:
 def test_overconfident_estimates_need_more_confidence() -> None:
     worth = Worth()
     assert worth.confidence(0.1) == pytest.approx(0.1)
+    half = np.full(4, 0.5, np.float32)
     for i in range(200):
-        worth.drafted(str(i), 2.0)
-        worth.verified(str(i), 1)
-    assert worth.confidence(0.1) == pytest.approx(0.2, rel=0.1)
-    worth.drafted("gone", 2.0)
+        worth.drafted(str(i), half)
+        worth.verified(str(i), 4, [0])  # a quarter of the nodes
+    assert worth.trust == pytest.approx(0.5, rel=0.1)
+    assert worth.confidence(0.1) == pytest.approx(0.2, rel=0.1)  # never tried: as all others
+    worth.drafted("gone", half)
     worth.forget("gone")
     assert not worth._pending
+
+
+def test_each_class_of_estimates_is_judged_by_itself() -> None:
+    worth = Worth()
+    probs = np.array([1.0, 0.6], np.float32)
+    for i in range(300):  # both are promised too much: 6 and 1 of 10 stand
+        worth.drafted(str(i), probs)
+        worth.verified(str(i), 2, [0, 1] if not i % 10 else [0] if i % 2 else [])
+    assert worth.confidence(0.05) < 0.6
+    assert 0.6 < worth.confidence(0.3) <= 1.0
+    assert worth.confidence(0.7) > 1.0
+
+
+def test_nodes_that_were_not_verified_are_no_failure() -> None:
+    worth, cut = Worth(), Worth()
+    for i in range(50):
+        worth.drafted(str(i), np.ones(1, np.float32))
+        worth.verified(str(i), 1, [0])
+        cut.drafted(str(i), np.array([1.0, 0.9, 0.9], np.float32))
+        cut.verified(str(i), 1, [0])
+    assert cut.trust == worth.trust > 0.99
+
+
+def test_where_nothing_pays_nothing_is_drafted_until_it_is_forgotten() -> None:
+    worth = Worth()
+    certain = np.ones(1, np.float32)
+    for i in range(300):
+        worth.drafted(str(i), certain)
+        worth.verified(str(i), 1, [])
+    assert worth.confidence(0.5) > 1.0
+    tried_again = [worth.confidence(0.5) <= 1.0 for _ in range(400)]
+    assert not tried_again[20]
+    assert tried_again[-1]

@@ -57,8 +57,8 @@ class EngineClient:
         alive, self.alive = os.pipe()  # if it closes without a byte, we were killed
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes half the machine
-        # An engine may be paused while its last, empty step is under way; with vLLM's default of
-        # 300 s it would die when it is woken up again.
+        # An engine may be paused while a step is under way; with vLLM's default of 300 s it would
+        # die when it is woken up again.
         env.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "86400")
         with log.open("wb") as output:
             self.process = subprocess.Popen(

@@ -112,8 +112,8 @@ class EngineServer:
             indices, concurrency, clock=clock, on_answer=answered, on_step=send if stream else None
         )
         # vLLM's engine process works ahead; one that was stopped in the middle of a draft counts
-        # the stop as drafting.
-        longest = min(clock.stops, default=math.inf) * 1e6
+        # the stop as drafting. No draft takes a second; nor does a stop with nobody else waiting.
+        longest = min((s for s in clock.stops if s > 1.0), default=math.inf) * 1e6
         times = engine.propose_us()
         return EngineRun(
             questions=tuple(records),

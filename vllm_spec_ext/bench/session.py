@@ -157,7 +157,7 @@ def _run_in_turns(
     """One repeat: every method over all questions, in turns; failed ones are dropped.
 
     A machine's speed drifts over the minutes of a whole pass, so no engine has it for long.
-    Requests stay in flight while others have their turn: no batch runs empty before the end.
+    Requests stay in flight while others have their turn, so that turns empty no batch.
     """
     indices = range(len(result.questions))
     turn = max(TURN, batch_size)

@@ -437,9 +437,16 @@ class SpecRunnerMixin:
             # Placeholders (-1) are the scheduler's padding of a resumed request, not a draft.
             num_drafted = sum(token >= 0 for token in draft)
             if num_drafted and tokens:
-                request_id = self.input_batch.req_ids[row]
-                outcomes.append(StepOutcome(request_id, num_drafted, len(tokens) - 1))
+                request_id, count = self.input_batch.req_ids[row], len(tokens) - 1
+                nodes = self._accepted_branch(row, count)
+                outcomes.append(StepOutcome(request_id, num_drafted, count, nodes))
         return outcomes
+
+    def _accepted_branch(self, row: int, num_accepted: int) -> tuple[int, ...] | None:
+        """Accepted nodes of a tree; None for a chain, of which the first ones are."""
+        if self._last_walk is None:
+            return None
+        return tuple(self._last_walk.accepted[row, :num_accepted].tolist())
 
     def _log_outcomes(self, rows: Sequence[int], sampled_token_ids: list[list[int]]) -> None:
         if self.step_log is None:
@@ -447,11 +454,12 @@ class SpecRunnerMixin:
         self.step_log.next_step()
         for row in rows:
             tokens = sampled_token_ids[row]
-            accepted: Sequence[int] = range(len(tokens) - 1)  # of a chain
-            if self._last_walk is not None:
-                accepted = self._last_walk.accepted[row, : len(tokens) - 1].tolist()
+            nodes = self._accepted_branch(row, len(tokens) - 1)
             self.step_log.judged(
-                self.input_batch.req_ids[row], self._drafts_of_step[row], accepted, tokens
+                self.input_batch.req_ids[row],
+                self._drafts_of_step[row],
+                range(len(tokens) - 1) if nodes is None else nodes,
+                tokens,
             )
 
 

@@ -40,8 +40,11 @@ class VerificationCost:
             seconds: From preparing the inputs to knowing the tokens.
         """
         mean = self.predict(num_tokens)
-        if self._num_steps > _MIN_STEPS and mean is not None and seconds > 4 * mean:
-            return  # an outlier: compilation, another process, a pause
+        if self._num_steps > _MIN_STEPS:
+            # While all steps had the same size, a larger one may well take many times as long.
+            limit = 50 * self._y / self._weight if mean is None else 4 * mean
+            if seconds > limit:
+                return  # an outlier: compilation, another process, a pause
         self._num_steps += 1
         for name, value in (
             ("_weight", 1.0),
