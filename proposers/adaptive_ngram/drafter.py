@@ -173,13 +173,13 @@ class NgramDrafter:
                 count = int(found.counts[row])
                 if count:
                     # Copies: the arrays are used again by the next step.
+                    probs = found.probs[row, :count].copy()
                     drafts[start + index] = Draft(
                         found.tokens[row, :count].copy(),
                         found.parents[row, :count].copy(),
-                        path_probs=found.probs[row, :count].copy(),
+                        path_probs=probs,
                     )
-                    request_id = step.requests[start + index].request_id
-                    self._worth.drafted(request_id, found.probs[row, :count].copy())
+                    self._worth.drafted(step.requests[start + index].request_id, probs)
                 else:
                     self.counters.empty += 1
             searched += part

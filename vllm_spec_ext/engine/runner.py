@@ -438,14 +438,14 @@ class SpecRunnerMixin:
             num_drafted = sum(token >= 0 for token in draft)
             if num_drafted and tokens:
                 request_id, count = self.input_batch.req_ids[row], len(tokens) - 1
-                nodes = self._accepted_branch(row, count)
+                nodes = self._accepted_nodes(row, count)
                 outcomes.append(StepOutcome(request_id, num_drafted, count, nodes))
         return outcomes
 
-    def _accepted_branch(self, row: int, num_accepted: int) -> tuple[int, ...] | None:
-        """Accepted nodes of a tree; None for a chain, of which the first ones are."""
+    def _accepted_nodes(self, row: int, num_accepted: int) -> tuple[int, ...]:
+        """The accepted path of a row's draft; the first nodes of a chain."""
         if self._last_walk is None:
-            return None
+            return tuple(range(num_accepted))
         return tuple(self._last_walk.accepted[row, :num_accepted].tolist())
 
     def _log_outcomes(self, rows: Sequence[int], sampled_token_ids: list[list[int]]) -> None:
@@ -454,12 +454,9 @@ class SpecRunnerMixin:
         self.step_log.next_step()
         for row in rows:
             tokens = sampled_token_ids[row]
-            nodes = self._accepted_branch(row, len(tokens) - 1)
+            accepted = self._accepted_nodes(row, len(tokens) - 1)
             self.step_log.judged(
-                self.input_batch.req_ids[row],
-                self._drafts_of_step[row],
-                range(len(tokens) - 1) if nodes is None else nodes,
-                tokens,
+                self.input_batch.req_ids[row], self._drafts_of_step[row], accepted, tokens
             )
 
 
