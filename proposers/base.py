@@ -29,6 +29,9 @@ class Needs:
     hidden_states: bool = False
     """Final hidden state of the last verified position, one row a request."""
 
+    distributions: bool = False
+    """Drafts may carry ``probs``: what verifies these is compiled when the engine starts."""
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -150,7 +153,7 @@ class Proposer(Protocol):
     """
 
     info: ClassVar["ProposerInfo"]
-    needs: ClassVar[Needs]
+    needs: Needs
 
     def start(self, engine: EngineHandle) -> None:
         """Called once, after the target is loaded: load weights, check them, warm up."""
@@ -225,7 +228,7 @@ class BaseProposer(ABC):
     """Convenience base: stores the options and does nothing in the optional calls."""
 
     info: ClassVar[ProposerInfo]
-    needs: ClassVar[Needs] = Needs()
+    needs: Needs = Needs()
 
     def __init__(self, options: MethodOptions) -> None:
         """Keep the method's validated options."""

@@ -11,7 +11,7 @@ drafts x_{t+1+i}. Exact acceptance; the relaxed rules of the paper are scorers.
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -58,12 +58,13 @@ _SEED = 0x5EC0D4A7
 class Blockwise(BaseProposer):
     """Chain of the heads' best tokens, or a tree of their candidates under the node budget."""
 
-    needs: ClassVar[Needs] = Needs(hidden_states=True)
+    needs = Needs(hidden_states=True)
 
     def __init__(self, options: MethodOptions) -> None:
         """Keep the options; the heads are loaded in :meth:`start`."""
         super().__init__(options)
         self._options = cast(BlockwiseOptions, options)
+        self.needs = Needs(hidden_states=True, distributions=self._options.draw)
         self._heads: BlockwiseHeads | None = None
         self._target: Any = None
         self._worth = Worth()
@@ -118,7 +119,6 @@ class Blockwise(BaseProposer):
         self._target = engine.target
         self._heads = heads if engine.device is None else heads.to(engine.device)
         self._random = torch.Generator(engine.device or "cpu").manual_seed(_SEED)
-        self._seeded = torch.Generator(engine.device or "cpu")
         self._logits = DraftLogits(engine.target, self._heads.draft_vocab, engine.vocab_size)
         if config.copy_match:
             warm_up()
@@ -149,7 +149,7 @@ class Blockwise(BaseProposer):
             request = step.requests[row]
             if self._options.tree:
                 draft = self._tree(log_probs[i], tokens[i], request.room, limit)
-            elif self._options.draw and request.temperature > 0.0:
+            elif self._options.draw and request.temperature > 0.0 and request.seed is None:
                 draft = self._drawn(logits[i], request, confidence)
             else:
                 draft = self._chain(log_probs[i, :, 0], tokens[i, :, 0], request.room, limit)
@@ -263,10 +263,7 @@ class Blockwise(BaseProposer):
         if not length:
             return EMPTY_DRAFT
         laws = laws[:length]
-        random = self._random
-        if request.seed is not None:  # then the draft must not depend on other requests
-            random = self._seeded.manual_seed(hash((_SEED, request.seed, len(request.token_ids))))
-        places = torch.multinomial(laws, 1, generator=random)
+        places = torch.multinomial(laws, 1, generator=self._random)
         tokens = self._logits.tokens(places).flatten().to("cpu", torch.int32).numpy()
         return Draft(tokens, probs=self._logits.spread(laws), path_probs=paths[:length])
 

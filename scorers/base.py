@@ -119,7 +119,7 @@ class Scorer(Protocol):
         """[num_nodes] bool, see the module's docstring."""
 
     def for_batch(
-        self, rules: Sequence["ScorerOptions | None"], device: torch.device | str = "cpu"
+        self, rules: Sequence["ScorerOptions | None"], device: torch.device | str
     ) -> Self:
         """The same rule with one set of parameters a request.
 

@@ -38,7 +38,7 @@ class AnyOf:
         return reduce(torch.logical_or, masks)
 
     def for_batch(
-        self, rules: Sequence[ScorerOptions | None], device: torch.device | str = "cpu"
+        self, rules: Sequence[ScorerOptions | None], device: torch.device | str
     ) -> "AnyOf":
         """Each member with its own parameters a request; "exact" is exact for all members."""
         members = []

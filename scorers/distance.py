@@ -51,7 +51,7 @@ class Distance:
         return self.relaxed(v) | exact
 
     def for_batch(
-        self, rules: Sequence[ScorerOptions | None], device: torch.device | str = "cpu"
+        self, rules: Sequence[ScorerOptions | None], device: torch.device | str
     ) -> "Distance":
         """One epsilon a request; "exact" is 0."""
         values = [

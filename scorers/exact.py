@@ -31,7 +31,7 @@ class Exact:
         return v.matches
 
     def for_batch(
-        self, rules: Sequence[ScorerOptions | None], device: torch.device | str = "cpu"
+        self, rules: Sequence[ScorerOptions | None], device: torch.device | str
     ) -> "Exact":
         """Itself: nothing is stricter."""
         return self

@@ -53,7 +53,7 @@ class MinBlock:
         return self.relaxed(v) | v.matches
 
     def for_batch(
-        self, rules: Sequence[ScorerOptions | None], device: torch.device | str = "cpu"
+        self, rules: Sequence[ScorerOptions | None], device: torch.device | str
     ) -> "MinBlock":
         """One length a request; "exact" is 1."""
         values = [

@@ -23,7 +23,6 @@ Draws and nodes differ when two drafters propose the same token under one parent
 once, but keeps both draws and both q (:func:`merge_duplicates`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,28 +53,16 @@ class Uniforms:
     final: NDArray[np.float64]  # [num_requests] in [0, 1), for the token that ends the step
 
 
-def draw_uniforms(
-    draw_starts: HostArray,
-    generator: torch.Generator | None = None,
-    generators: Mapping[int, torch.Generator] | None = None,
-) -> Uniforms:
+def draw_uniforms(draw_starts: HostArray, generator: torch.Generator | None = None) -> Uniforms:
     """Uniform numbers for :func:`multi_step`.
 
     Args:
         draw_starts: [num_requests + 1] first draw of each request.
-        generator: For requests without a seed; None is torch's default one.
-        generators: Request index -> generator, for requests with a seed (as in vLLM's
-            ``SamplingMetadata.generators``); they alone decide that request's numbers.
+        generator: None is torch's default one.
     """
     first = host(draw_starts, np.int64)
-    num_requests = len(first) - 1
     draws = torch.rand(int(first[-1]), dtype=torch.float64, generator=generator)
-    final = torch.rand(num_requests, dtype=torch.float64, generator=generator)
-    for request, own in (generators or {}).items():
-        size = int(first[request + 1] - first[request])
-        numbers = torch.rand(size + 1, dtype=torch.float64, generator=own, device=own.device).cpu()
-        draws[first[request] : first[request + 1]] = numbers[:size]
-        final[request] = numbers[size]
+    final = torch.rand(len(first) - 1, dtype=torch.float64, generator=generator)
     return Uniforms(draws.numpy(), final.numpy())
 
 
@@ -219,3 +206,10 @@ def multi_step(
             "to 1; give the softmax, not logits"
         )
     return Walk(*arrays)
+
+
+def warm_up() -> None:
+    """Compile the rule (seconds on a cold cache) before the first request."""
+    p, starts = np.full((2, 2), 0.5, np.float32), np.array([0, 1])
+    uniforms = Uniforms(np.zeros(1), np.zeros(1))
+    multi_step(p, np.array([-1]), np.array([0]), starts, p[:1], uniforms=uniforms, drawn="iid")

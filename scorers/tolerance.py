@@ -41,7 +41,7 @@ class Tolerance:
         return self.tolerated(v)
 
     def for_batch(
-        self, rules: Sequence[ScorerOptions | None], device: torch.device | str = "cpu"
+        self, rules: Sequence[ScorerOptions | None], device: torch.device | str
     ) -> "Tolerance":
         """One (beta, tau) a request; "exact" is (1, 0)."""
         own = (self.beta, self.tau)

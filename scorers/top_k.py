@@ -55,7 +55,7 @@ class TopK:
         return self.tolerated(v)
 
     def for_batch(
-        self, rules: Sequence[ScorerOptions | None], device: torch.device | str = "cpu"
+        self, rules: Sequence[ScorerOptions | None], device: torch.device | str
     ) -> "TopK":
         """One k a request; "exact" is k=1."""
         values = [self.k if r is None else r.k if isinstance(r, TopKRule) else 1 for r in rules]

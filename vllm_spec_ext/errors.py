@@ -42,3 +42,7 @@ class RequestOptionError(SpecExtError):
         """Compose the message ``parameter: message``."""
         super().__init__(f"{parameter}: {message}")
         self.parameter = parameter
+
+
+class ProposerError(RuntimeError):
+    """A proposer broke its contract; raised only where ``VLLM_SPEC_EXT_STRICT`` asks for it."""

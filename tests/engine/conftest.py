@@ -9,6 +9,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ["VLLM_SPEC_EXT_STRICT"] = "1"  # a proposer that fails must fail the test
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,7 +68,7 @@ def _one_process_many_engines() -> Iterator[None]:
 def _test_drafters() -> Iterator[None]:
     """Register the drafters of this folder, for this folder's tests alone."""
     patch = pytest.MonkeyPatch()
-    for name in ("oracle", "noise", "fixed", "drawn"):
+    for name in ("oracle", "noise", "fixed", "drawn", "broken"):
         patch.setitem(registry.BUILTIN, name, f"drafters:{name.title()}")
     yield
     patch.undo()

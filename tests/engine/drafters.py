@@ -3,7 +3,7 @@
 
 import random
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -14,6 +14,7 @@ from vllm_spec_ext.proposers.base import (
     BaseProposer,
     Draft,
     EngineHandle,
+    Needs,
     RequestStep,
     StepContext,
     StepOutcome,
@@ -199,6 +200,8 @@ class DrawnRequest(RequestOptions):
 class Drawn(Recorder):
     """Fills a given tree with draws from a given law."""
 
+    needs = Needs(distributions=True)
+
     def start(self, engine: EngineHandle) -> None:
         self._vocab_size = engine.vocab_size
         self._random = np.random.default_rng(0)
@@ -229,3 +232,51 @@ class Drawn(Recorder):
         row[torch.from_numpy(ids).long()] = torch.from_numpy(weights).float()
         probs = row.repeat(len(parents), 1) if options.show_laws else None
         return Draft(tokens, np.array(parents, np.int32), probs, drawn=options.drawn)
+
+
+@proposer(
+    "broken",
+    summary="Test drafter that does everything wrong.",
+    num_speculative_tokens=4,
+    tree=True,
+)
+class Broken(Recorder):
+    """Fails in every way, one step so and the next step otherwise."""
+
+    FAULTS = ("ids", "negative", "parents", "shape", "probs", "type")
+
+    def __init__(self, options: MethodOptions) -> None:
+        super().__init__(options)
+        self.num_steps = 0
+
+    def start(self, engine: EngineHandle) -> None:
+        self._vocab_size = engine.vocab_size
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        self.num_steps += 1
+        if self.num_steps % 5 == 1:
+            raise KeyError("no such request")
+        drafts = [self._draft(request) for request in step.requests]
+        return drafts[1:] if self.num_steps % 5 == 2 else drafts
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        super().observe(outcomes)
+        raise IndexError("an outcome of an unknown request")
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        raise RuntimeError("already finished")
+
+    def _draft(self, request: RequestStep) -> Any:
+        import torch
+
+        fault = self.FAULTS[(self.num_steps + request.num_output_tokens) % len(self.FAULTS)]
+        tokens = np.arange(3, dtype=np.int32)
+        nan = torch.full((3, self._vocab_size), float("nan"))
+        return {
+            "ids": chain(np.array([1, 2**31 - 1], np.int32)),
+            "negative": chain([-1, 5]),
+            "parents": Draft(tokens, np.array([0, 1, 2], np.int32)),
+            "shape": Draft(tokens.reshape(1, 3)),
+            "probs": Draft(tokens, probs=nan),
+            "type": None,
+        }[fault]

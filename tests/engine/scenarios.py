@@ -49,6 +49,10 @@ SCENARIOS = {
     "allowed_tokens": Scenario(
         [{"max_tokens": 30, "allowed_token_ids": list(range(40, 80))}, {"max_tokens": 30}], PROMPTS
     ),
+    # Few tokens to choose from: the text repeats itself, so that copies and n-grams are right.
+    "few_tokens": Scenario(
+        [{"max_tokens": 60, "allowed_token_ids": [40, 42, 44], "ignore_eos": True}], PROMPTS
+    ),
     "max_model_len": Scenario(
         [{"max_tokens": 500, "ignore_eos": True}, {"max_tokens": 30}], PROMPTS
     ),
@@ -57,6 +61,22 @@ SCENARIOS = {
     ),
     "regex": Scenario(
         [{"max_tokens": 40, "structured_outputs": {"regex": "(ab|cd){3,9}[0-9]+x"}}], PROMPTS[:3]
+    ),
+    # Short prompts: on CPUs plain vLLM fails on a seeded request whose prefill is chunked.
+    "seeded": Scenario(
+        [
+            {"max_tokens": 40, "temperature": 1.0, "seed": 7},
+            {"max_tokens": 40, "temperature": 0.7, "seed": 8, "top_k": 20, "n": 2},
+            {"max_tokens": 30},
+            {
+                "max_tokens": 40,
+                "temperature": 1.3,
+                "seed": 9,
+                "top_p": 0.9,
+                "presence_penalty": 0.5,
+            },
+        ],
+        [PROMPTS[i] for i in (0, 1, 5, 7)],
     ),
     "several_samples": Scenario(
         [{"max_tokens": 20, "n": 3, "temperature": 1.0, "top_k": 1}], PROMPTS[:3]

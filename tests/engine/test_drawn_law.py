@@ -235,18 +235,18 @@ def test_logprobs_are_the_targets(engines: dict[str, Any], chances: Chances) -> 
             assert completion.logprobs[i][token].logprob == pytest.approx(expected, abs=2e-4)
 
 
-def test_seeded_requests_repeat_themselves(engines: dict[str, Any], chances: Chances) -> None:
-    """With a seed of its own a request's verification draws do not depend on the others'."""
-    law = "temperature_1"
-    # The drafter itself draws anew for every request, so it gets one token to draw from.
-    extra = {"law": {chances.params(law)["allowed_token_ids"][0]: 1.0}, "parents": CHAIN}
-    params = [
-        sampling_params({**chances.params(law), "seed": seed}, extra) for seed in (7, 1, 7, 2)
-    ]
-    outputs = engines["drawn"].generate([PROMPT] * 4, params, use_tqdm=False)
-    texts = [out.outputs[0].token_ids for out in outputs]
-    assert texts[0] == texts[2]
-    assert texts[0] != texts[1] or texts[0] != texts[3]
+def test_a_seeded_text_does_not_depend_on_draws(engines: dict[str, Any], chances: Chances) -> None:
+    """With a seed of its own a request is given the text of plain decoding."""
+    extra = drafting(chances, "temperature_1")
+    given = [{**chances.params("temperature_1"), "seed": seed} for seed in range(8)]
+    plain = [sampling_params(one) for one in given]
+    drawn = [sampling_params(one, extra) for one in given]
+    texts = {
+        name: [out.outputs[0].token_ids for out in engines[name].generate([PROMPT] * 8, params)]
+        for name, params in (("plain", plain), ("drawn", drawn))
+    }
+    assert texts["drawn"] == texts["plain"]
+    assert len(set(map(tuple, texts["plain"]))) > 4
 
 
 def test_a_grammar_or_temperature_zero_leaves_the_laws_unused(

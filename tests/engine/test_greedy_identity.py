@@ -46,6 +46,15 @@ def test_same_tokens(name: str, plain: Any, speculative: Any) -> None:
             assert a.text == b.text
 
 
+def test_a_seeded_request_with_a_chunked_prefill(make_engine: Any) -> None:
+    """On a CPU, plain vLLM 0.32 ends with such a request; its budget here takes it in one piece."""
+    params = [{"max_tokens": 20, "temperature": 1.0, "seed": seed} for seed in (3, 4)]
+    scenario = Scenario(params, PROMPTS)
+    expected = tokens(run(make_engine(max_num_batched_tokens=2048), scenario))
+    engine = make_engine(speculative_config=METHODS["oracle"])
+    assert tokens(run(engine, scenario, [out[0] for out in expected])) == expected
+
+
 def test_stop_conditions(plain: Any, speculative: Any) -> None:
     """Stop strings, stop tokens, minimum length and bad words taken from the true outputs."""
     base = run(plain, Scenario([{"max_tokens": 40}], PROMPTS[:4]))

@@ -183,13 +183,6 @@ def test_merge_keeps_every_draw() -> None:
     assert nodes.tolist() == [0, 1, 0, 1, 2, 3]
 
 
-def test_own_seed_makes_a_request_independent_of_its_neighbours() -> None:
-    alone = draw_uniforms(np.array([0, 3]), generators={0: torch.Generator().manual_seed(9)})
-    batch = draw_uniforms(np.array([0, 2, 5, 9]), generators={1: torch.Generator().manual_seed(9)})
-    assert batch.draws[2:5].tolist() == alone.draws.tolist()
-    assert batch.final[1] == alone.final[0]
-
-
 @pytest.mark.parametrize(
     ("tokens", "q", "drawn", "text"),
     [

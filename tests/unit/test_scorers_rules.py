@@ -120,7 +120,7 @@ def test_strict_end_is_exact_even_without_normalisation(options: dict[str, Any])
         loose = parse_rule({"type": "tolerance", "beta": 5, "tau": 2.0})
     for seed in range(50):
         v = make_batch(seed, tree=True)
-        scorer = build_scorer(loose, allow_lossy=True).for_batch([rule] * 4)
+        scorer = build_scorer(loose, allow_lossy=True).for_batch([rule] * 4, "cpu")
         exact = build_scorer(None).tolerated(v)
         assert torch.equal(scorer.tolerated(v), exact)
         greedy = ~v.sampled & v.known & (v.draft_logits > -torch.inf)  # type: ignore[operator]
@@ -144,7 +144,8 @@ def test_mixed_batch_equals_requests_alone(options: dict[str, Any], seed: int) -
     rules = [narrow(server, value) for value in values]
     v = make_batch(seed, tree=True)
     scorer = build_scorer(server, allow_lossy=True)
-    found = scorer.for_batch([None if x is None else r for x, r in zip(values, rules, strict=True)])
+    own = [None if x is None else r for x, r in zip(values, rules, strict=True)]
+    found = scorer.for_batch(own, "cpu")
     expected = [reference(rules[int(v.request_index[i])], v, i) for i in range(v.num_nodes)]
     assert found.tolerated(v).tolist() == expected
 

@@ -89,11 +89,11 @@ def test_a_step_is_empty_if_it_had_no_draft_to_judge(tmp_path: Path) -> None:
         (_step(1, 10), [], EMPTY_DRAFT),  # the last: nothing was drafted for it, nor after it
     ]
     for step, outcomes, draft in played[:3]:
-        drafter._count(StepContext([step]), outcomes, [draft])
+        drafter._count(StepContext([step]), outcomes, [draft], 0)
     found = CounterReadings([str(tmp_path)])
     assert (found["steps"], found["verified_drafts"], found["empty_drafts"]) == (2, 2, 0)
     step, outcomes, draft = played[3]
-    drafter._count(StepContext([step]), outcomes, [draft])
+    drafter._count(StepContext([step]), outcomes, [draft], 0)
     found = CounterReadings([str(tmp_path)])
     assert (found["steps"], found["verified_drafts"], found["empty_drafts"]) == (3, 2, 1)
     assert 1 + found["accepted_nodes"] / found["verified_drafts"] == 4.0

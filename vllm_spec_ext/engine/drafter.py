@@ -9,12 +9,23 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_spec_ext.engine.barrier import Barrier
+from vllm_spec_ext.engine.ranks import Ranks
 from vllm_spec_ext.engine.shared_counters import CounterWriter
 from vllm_spec_ext.engine.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.target_tokenizer import load_tokenizer
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.proposers.base import Draft, EngineHandle, StepContext, StepOutcome
+from vllm_spec_ext.proposers.base import (
+    BaseProposer,
+    Draft,
+    EngineHandle,
+    StepContext,
+    StepOutcome,
+)
+from vllm_spec_ext.scorers.multi_step import warm_up as warm_up_multi_step
+from vllm_spec_ext.scorers.tree import warm_up as warm_up_walk
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -32,7 +43,14 @@ def num_scratch_blocks(tree: bool, num_draft_tokens: int, max_num_seqs: int) -> 
 
 
 class Drafter:
-    """Owns the proposer of one engine; the runner mixin is its only caller."""
+    """Owns the proposer of one engine; the runner mixin is its only caller.
+
+    With tensor parallelism rank 0 alone has a proposer, see :mod:`vllm_spec_ext.engine.ranks`.
+    """
+
+    ranks: Ranks
+    _engine: EngineHandle
+    _barrier: Barrier
 
     def __init__(self, vllm_config: Any) -> None:
         """Called by vLLM's ``create_custom_proposer`` while the runner is being built."""
@@ -43,9 +61,7 @@ class Drafter:
         self._settings = settings
         self.info = registry.info(settings.method)
         self._num_draft_tokens = spec_config.num_speculative_tokens
-        self._options = settings.options
-        self._proposer = registry.load(settings.method)(settings.options)
-        self._engine: EngineHandle | None = None
+        self._proposer = self._new_proposer()
         self.needs = self._proposer.needs
         self.num_scratch_blocks = num_scratch_blocks(
             self.info.tree,
@@ -54,13 +70,14 @@ class Drafter:
         )
         self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
         parallel = vllm_config.parallel_config
-        # All ranks of a group draft alike; one of them counts.
         folder = settings.counter_folder if parallel.rank == 0 else None
         self._counters = CounterWriter(folder, parallel.data_parallel_index)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Called by vLLM once the target's weights are loaded."""
         model = self._vllm_config.model_config
+        device = next(target_model.parameters()).device
+        self.ranks = Ranks(get_tp_group(), device)
         self._engine = EngineHandle(
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
@@ -68,10 +85,16 @@ class Drafter:
             num_speculative_tokens=self._num_draft_tokens,
             model=model.model,
             load_tokenizer=partial(load_tokenizer, self._vllm_config.model_config),
-            target=target_model,
-            device=next(target_model.parameters()).device,
+            target=self.ranks.share_target(target_model),
+            device=device,
         )
-        self._proposer.start(self._engine)
+        self._barrier = Barrier(self.info.name, self._engine.vocab_size)
+        self.reset()
+        warm_up_walk()
+        if self.needs.distributions:
+            warm_up_multi_step()
+        if not self.ranks.leads:
+            return
         logger.info(
             "vllm-spec-ext: method %s, up to %d draft tokens a step, %s, drafts %s",
             self.info.name,
@@ -88,34 +111,27 @@ class Drafter:
         )
 
     def draft(self, step: StepContext, outcomes: Sequence[StepOutcome]) -> list[Draft]:
-        """Report the last outcomes, then ask for drafts; every draft is cut to its room."""
+        """Report the last outcomes, then ask for drafts; on rank 0 only.
+
+        Returns:
+            One draft a request that the engine can schedule, whatever the proposer did.
+        """
         start = time.perf_counter()
-        self._proposer.observe(outcomes)
-        drafts = self._proposer.propose(step) if step.requests else []
+        refused_before = self._barrier.num_refused
+        self._barrier.call("observe", lambda: self._proposer.observe(outcomes), None)
+        drafts = self._barrier.drafts(self._proposer.propose, step) if step.requests else []
         elapsed_us = (time.perf_counter() - start) * 1e6
         self.propose_us.append(elapsed_us)
-        if len(drafts) != len(step.requests):
-            raise RuntimeError(
-                f"proposer {self.info.name!r} returned {len(drafts)} drafts for "
-                f"{len(step.requests)} requests; expected one for each"
-            )
-        self._check_laws(drafts)
-        self._count(step, outcomes, drafts)
+        self._count(step, outcomes, drafts, self._barrier.num_refused - refused_before)
         self._counters.time(elapsed_us)
         return drafts
 
-    def _check_laws(self, drafts: Sequence[Draft]) -> None:
-        assert self._engine is not None
-        for draft in drafts:
-            expected = (len(draft), self._engine.vocab_size)
-            if draft.probs is not None and tuple(draft.probs.shape) != expected:
-                raise RuntimeError(
-                    f"proposer {self.info.name!r} returned probs of shape "
-                    f"{tuple(draft.probs.shape)}; expected {expected}, one law for each node"
-                )
-
     def _count(
-        self, step: StepContext, outcomes: Sequence[StepOutcome], drafts: Sequence[Draft]
+        self,
+        step: StepContext,
+        outcomes: Sequence[StepOutcome],
+        drafts: Sequence[Draft],
+        num_refused: int,
     ) -> None:
         decoded = [  # not the prefill's step, which gives one token anyway
             request
@@ -133,14 +149,22 @@ class Drafter:
             verified_nodes=sum(outcome.num_drafted for outcome in outcomes),
             accepted_nodes=sum(outcome.num_accepted for outcome in outcomes),
             branching_drafts=sum(draft.parents is not None for draft in drafts),
+            refused_drafts=num_refused,
         )
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Free the proposer's state of these requests."""
-        self._proposer.finish(request_ids)
+        if self.ranks.leads:
+            self._barrier.call("finish", lambda: self._proposer.finish(request_ids), None)
 
     def reset(self) -> None:
-        """Forget everything learned from requests: a fresh proposer, warmed up anew."""
-        assert self._engine is not None
-        self._proposer = registry.load(self.info.name)(self._options)
+        """A fresh proposer, warmed up anew, which has learned nothing from requests."""
+        self.ranks.lead(self._start_proposer)
+
+    def _new_proposer(self) -> BaseProposer:
+        return registry.load(self._settings.method)(self._settings.options)
+
+    def _start_proposer(self) -> tuple[None, list[torch.Tensor]]:
+        self._proposer = self._new_proposer()
         self._proposer.start(self._engine)
+        return None, []

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_spec_ext.engine.draft_batch import DraftBatch
-from vllm_spec_ext.proposers.base import Draft, Drawn
+from vllm_spec_ext.proposers.base import Drawn
 from vllm_spec_ext.scorers.multi_step import draw_uniforms, multi_step
 from vllm_spec_ext.scorers.tree import Walk
 
@@ -35,11 +35,11 @@ class DrawnDrafts:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, request_id: str, tokens: list[int], draft: Draft) -> None:
+    def keep(self, request_id: str, tokens: list[int], laws: DraftLaws | None) -> None:
         """Remember the laws of a draft that is about to be verified, in place of older ones."""
         self._kept.pop(request_id, None)
-        if draft.probs is not None and tokens:
-            self._kept[request_id] = (tokens, DraftLaws(draft.probs[: len(tokens)], draft.drawn))
+        if laws is not None:
+            self._kept[request_id] = (tokens, laws)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone."""
@@ -75,7 +75,6 @@ def judge_drawn(
     batch: DraftBatch,
     laws: Mapping[int, DraftLaws],
     target_laws: torch.Tensor,
-    generators: Mapping[int, torch.Generator],
     walk: Walk,
 ) -> Walk:
     """Judge the drawn drafts of a batch; the other requests' part of ``walk`` stays.
@@ -84,7 +83,6 @@ def judge_drawn(
         batch: Rows and draft nodes of the step.
         laws: Request index -> the laws its nodes were drawn from.
         target_laws: [n, vocab] of the rows :func:`judged_rows` of these requests.
-        generators: Request index -> generator of the requests that have a seed.
         walk: Of all requests, by the target's own draws.
     """
     on_host = target_laws.cpu()
@@ -94,14 +92,13 @@ def judge_drawn(
     for request, own in laws.items():
         first, size = int(batch.node_starts[request]), _num_nodes(batch, request)
         starts = np.array([0, size], np.int64)
-        seeded = {0: generators[request]} if request in generators else None
         taken = multi_step(
             on_host[row : row + size + 1],
             batch.parents[first : first + size],
             batch.tokens[first : first + size],
             starts,
             own.probs[:size],
-            uniforms=draw_uniforms(starts, generators=seeded),
+            uniforms=draw_uniforms(starts),
             drawn=own.drawn,
         )
         row += size + 1

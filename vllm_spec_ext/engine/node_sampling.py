@@ -20,6 +20,7 @@ from vllm.v1.sample.logits_processor.state import LogitsProcessors
 
 from vllm_spec_ext.engine.draft_batch import DraftBatch
 from vllm_spec_ext.engine.drawn_drafts import DraftLaws, judge_drawn, judged_rows
+from vllm_spec_ext.engine.seeded_rows import SeededRows
 from vllm_spec_ext.scorers.tree import Walk, walk, walk_samples
 
 # [num_rows, vocab] float32 -> ([num_nodes] bool tolerated, [num_nodes] float32 draft logits)
@@ -68,7 +69,8 @@ def verify(
         taken = walk(*nodes, tolerated=tolerated, draft_logits=draft_logits)
     if laws:
         target_laws = sampler.topk_topp_sampler.take_laws()
-        taken = judge_drawn(batch, laws, target_laws, metadata.generators, taken)
+        taken = judge_drawn(batch, laws, target_laws, taken)
+    expanded.generators.settle(taken.num_accepted, metadata.generators)
     emitted = torch.from_numpy(taken.emitted.astype(np.int32)).to(logits.device)
     logprobs = sampled.logprobs_tensors
     if logprobs is not None:
@@ -131,7 +133,7 @@ def expand_metadata(metadata: Any, batch: DraftBatch) -> Any:
         temperature=pick(metadata.temperature),
         top_p=pick(metadata.top_p),
         top_k=pick(metadata.top_k),
-        generators=_by_row(metadata.generators, batch),
+        generators=SeededRows(metadata.generators, batch),
         prompt_token_ids=None if metadata.no_penalties else pick(metadata.prompt_token_ids),
         frequency_penalties=pick(metadata.frequency_penalties),
         presence_penalties=pick(metadata.presence_penalties),

@@ -30,7 +30,11 @@ class RelaxedRule:
         )
 
     def judge(
-        self, batch: DraftBatch, requests: Sequence[RequestState], greedy: Sequence[bool]
+        self,
+        batch: DraftBatch,
+        requests: Sequence[RequestState],
+        greedy: Sequence[bool],
+        device: torch.device,
     ) -> Judge:
         """The rule for one step.
 
@@ -38,6 +42,7 @@ class RelaxedRule:
             batch: Its rows and nodes.
             requests: The batch's requests, which may narrow the rule.
             greedy: Requests at temperature 0.
+            device: Of the logits.
         """
         request_of_node = np.repeat(np.arange(batch.num_requests), np.diff(batch.node_starts))
         rows = batch.root_rows[request_of_node] + 1 + batch.parents
@@ -47,7 +52,7 @@ class RelaxedRule:
             exact_only[first:end] = np.isin(batch.tokens[first:end], state.exact_ids)
         scorer = self._scorer
         if any(state.rule is not None for state in requests):
-            scorer = scorer.for_batch([state.rule for state in requests])
+            scorer = scorer.for_batch([state.rule for state in requests], device)
         sampled = ~np.asarray(greedy, bool)[request_of_node]
 
         def judge(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

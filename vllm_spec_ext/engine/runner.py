@@ -23,6 +23,7 @@ from vllm_spec_ext.engine.node_sampling import verify
 from vllm_spec_ext.engine.platform_bugs import chain_sampling_is_broken
 from vllm_spec_ext.engine.relaxed_rule import RelaxedRule
 from vllm_spec_ext.engine.request_state import RequestState, read_request
+from vllm_spec_ext.engine.scheduled_draft import ScheduledDraft
 from vllm_spec_ext.engine.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.step_log import StepLog
 from vllm_spec_ext.engine.tree_attention import TreeAttention, unsupported_reason, with_scratch
@@ -58,6 +59,7 @@ class SpecRunnerMixin:
     vllm_config: Any
     cudagraph_dispatcher: Any
     query_start_loc: Any
+    discard_request_mask: Any
 
     _states: dict[str, RequestState]
     _trees: dict[str, tuple[list[int], list[int]]]  # tokens and parents of branching drafts
@@ -73,6 +75,7 @@ class SpecRunnerMixin:
         self._tree_attention = None
         self._drafts_of_step = []
         self._last_walk = None
+        self._held_generators: dict[int, torch.Generator] = {}
         self._cost = VerificationCost()
         self._step_start: float | None = None
         self.step_log: StepLog | None = None
@@ -187,6 +190,7 @@ class SpecRunnerMixin:
         (v1/sample/ops/topk_topp_sampler.py:529).
         """
         self._last_walk = None
+        self._hold_back_generators()
         metadata = self.input_batch.sampling_metadata
         states = [self._state_of(request_id) for request_id in self.input_batch.req_ids]
         greedy = self._greedy_requests()
@@ -195,8 +199,10 @@ class SpecRunnerMixin:
         if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
             return super()._sample(logits, None)  # type: ignore[misc]
         plan = self._tree_attention.plan if self._tree_attention is not None else None
+        # Seeded requests draw the noise of plain decoding, which only a walk can give them.
         broken = self._walk_sampled_chains and not metadata.all_greedy
-        if plan is None and self._relaxed_rule is None and not broken and not has_eta:
+        must_walk = broken or has_eta or bool(metadata.generators)
+        if plan is None and self._relaxed_rule is None and not must_walk:
             return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         batch = self._draft_batch(plan)
         num_rows = (np.diff(batch.node_starts) + 1).tolist()
@@ -204,21 +210,41 @@ class SpecRunnerMixin:
         judge = None
         laws = self._draft_laws(greedy)
         if self._relaxed_rule is not None:
-            judge, laws = self._relaxed_rule.judge(batch, states, greedy), {}
+            judge, laws = self._relaxed_rule.judge(batch, states, greedy, self.device), {}
         assert logits is not None
         output, self._last_walk = verify(batch, logits, metadata, self.sampler, judge, laws)
         if plan is not None:
             self._commit(self._last_walk)
         return output
 
+    def _hold_back_generators(self) -> None:
+        """Let requests in mid-prefill, whose samples are discarded, draw nothing from their seeds.
+
+        vLLM takes such a draw back by the generator's offset (0.32 ``_bookkeeping_sync``), which a
+        CPU generator does not have: there it ends the engine.
+        """
+        generators = self.input_batch.generators
+        discarded = self.discard_request_mask.np
+        held = [row for row in generators if discarded[row]] if generators else []
+        self._held_generators = {row: generators.pop(row) for row in held}
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the generators that were held back to their requests again."""
+        result = super()._bookkeeping_sync(*args, **kwargs)  # type: ignore[misc]
+        self.input_batch.generators.update(self._held_generators)
+        return result
+
     def _may_draw(self, request_id: str) -> bool:
         """Whether the laws of a draft may be used for this request.
 
-        A grammar cuts drafts where a drawn token breaks it, so what is left is no longer a draw;
-        and the log-probabilities after sampling constraints are those of vLLM's own draws.
+        A seeded request's text must not depend on its drafts (:mod:`.seeded_rows`); a grammar cuts
+        drafts where a drawn token breaks it, so what is left is no longer a draw; and the
+        log-probabilities after sampling constraints are those of vLLM's own draws.
         """
         params = self.requests[request_id].sampling_params
-        return params.structured_outputs is None and self.sampler.logprobs_mode.startswith("raw")
+        if params.seed is not None or params.structured_outputs is not None:
+            return False
+        return self.sampler.logprobs_mode.startswith("raw")
 
     def _draft_laws(self, greedy: Sequence[bool]) -> dict[int, DraftLaws]:
         """Batch index -> laws of the sampled requests whose drafts were drawn."""
@@ -314,32 +340,58 @@ class SpecRunnerMixin:
             sampled_token_ids: New tokens of each request; empty for rows of an unfinished prefill.
             sample_hidden_states: [num_sampled_rows, hidden] of the target's final layer.
         """
-        self._observe_cost(sampled_token_ids)
-        budget = scheduler_output.num_spec_tokens_to_schedule
         rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+        drafts, probs = self.drafter.ranks.lead(
+            lambda: self._decide_drafts(
+                rows,
+                sampled_token_ids,
+                sample_hidden_states,
+                scheduler_output.num_spec_tokens_to_schedule,
+            )
+        )
+        result: list[list[int]] = [[] for _ in sampled_token_ids]
+        rest = iter(probs)
+        for row, draft in zip(rows, drafts, strict=True):
+            result[row] = draft.tokens
+            self._trees.pop(draft.request_id, None)
+            if draft.parents is not None:
+                self._trees[draft.request_id] = (draft.tokens, draft.parents)
+            laws = None if draft.drawn is None else DraftLaws(next(rest), draft.drawn)
+            self._drawn.keep(draft.request_id, draft.tokens, laws)
+        return result
+
+    def _decide_drafts(
+        self,
+        rows: list[int],
+        sampled_token_ids: list[list[int]],
+        sample_hidden_states: torch.Tensor,
+        budget: int,
+    ) -> tuple[list[ScheduledDraft], list[torch.Tensor]]:
+        """On rank 0: one draft for each of these rows, and the distributions of the drawn ones."""
+        self._observe_cost(sampled_token_ids)
         steps = [self._request_step(row, sampled_token_ids[row], budget) for row in rows]
         hidden = None
         if self.drafter.needs.hidden_states and rows:
             last = self._last_rows(sampled_token_ids)
             hidden = sample_hidden_states[[last[row] for row in rows]]
-        outcomes = self._outcomes(sampled_token_ids)
         context = StepContext(steps, hidden, self._min_probability(len(steps)))
+        outcomes = self._outcomes(sampled_token_ids)
         self._log_outcomes(rows, sampled_token_ids)
-        drafts = self.drafter.draft(context, outcomes)
-        result: list[list[int]] = [[] for _ in sampled_token_ids]
         num_free = len(self._tree_attention.scratch) if self._tree_attention is not None else 0
-        for row, step, draft in zip(rows, steps, drafts, strict=True):
-            parents, used = self._verifiable(row, step, draft, num_free)
+        drafts, probs = [], []
+        for step, draft in zip(steps, self.drafter.draft(context, outcomes), strict=True):
+            parents, used = self._verifiable(step, draft, num_free)
             num_free -= used
-            result[row] = draft.tokens[: len(parents)].tolist()
-            if self._may_draw(step.request_id):
-                self._drawn.keep(step.request_id, result[row], draft)
-            self._trees.pop(step.request_id, None)
-            if is_branching(parents):
-                self._trees[step.request_id] = (result[row], parents)
+            tokens = draft.tokens[: len(parents)].tolist()
+            drawn = None
+            if draft.probs is not None and tokens and self._may_draw(step.request_id):
+                drawn = draft.drawn
+                probs.append(draft.probs[: len(tokens)])
+            tree = parents if is_branching(parents) else None
+            drafts.append(ScheduledDraft(step.request_id, tokens, tree, drawn))
             if self.step_log is not None:
-                self.step_log.drafted(step.request_id, result[row], parents, draft)
-        return result
+                self.step_log.drafted(step.request_id, tokens, parents, draft)
+        return drafts, probs
 
     def _observe_cost(self, sampled_token_ids: list[list[int]]) -> None:
         """By now the new tokens are on the host, so the step's whole time has passed."""
@@ -353,14 +405,12 @@ class SpecRunnerMixin:
         )
 
     def _min_probability(self, num_requests: int) -> float | None:
-        """What a draft token must be worth; every rank must draft the same, so no clocks there."""
-        if not num_requests or self.vllm_config.parallel_config.world_size > 1:
+        """What a draft token must be worth."""
+        if not num_requests:
             return None
         return self._cost.price(num_requests).min_probability
 
-    def _verifiable(
-        self, row: int, step: RequestStep, draft: Draft, num_free: int
-    ) -> tuple[list[int], int]:
+    def _verifiable(self, step: RequestStep, draft: Draft, num_free: int) -> tuple[list[int], int]:
         """The part of a draft that the next step can verify.
 
         Returns:

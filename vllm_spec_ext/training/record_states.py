@@ -7,7 +7,6 @@ A second pass over that text, only to get its states, costs as much as training 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -43,7 +42,7 @@ class RecordOptions(MethodOptions):
 class RecordStates(BaseProposer):
     """One row of float32 for each new token of each request."""
 
-    needs: ClassVar[Needs] = Needs(hidden_states=True)
+    needs = Needs(hidden_states=True)
     options: RecordOptions
 
     def __init__(self, options: MethodOptions) -> None:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A proposer that fails in every way costs drafts, and nothing else."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from generation import run, tokens
+from scenarios import SCENARIOS
+from test_greedy_identity import runner_of
+
+from vllm_spec_ext.engine.barrier import STRICT, logger
+from vllm_spec_ext.engine.shared_counters import CounterReadings
+from vllm_spec_ext.errors import ProposerError
+
+
+@contextmanager
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """vLLM's loggers pass nothing on to the root logger, where caplog listens."""
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("name", ["mixed_lengths", "seeded", "several_samples", "json_schema"])
+def test_the_engine_goes_on(
+    name: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(STRICT)
+    expected = tokens(run(make_engine(), SCENARIOS[name]))
+    engine = make_engine(speculative_config={"method": "broken"})
+    with caplog.at_level(logging.ERROR), heard(caplog):
+        assert tokens(run(engine, SCENARIOS[name])) == expected
+    config = engine.llm_engine.vllm_config.speculative_config
+    found = CounterReadings([config.spec_ext.counter_folder])
+    assert found["refused_drafts"] > 20
+    assert found["drafted_nodes"] == 0
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == len(set(messages))  # each kind is logged once
+    if name == "mixed_lengths":  # the first to run; later ones find everything said
+        for kind in ("propose() raised KeyError", "observe() raised", "found id", "parents:"):
+            assert any(kind in message for message in messages), kind
+
+
+def test_strictness_is_for_developers(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(speculative_config={"method": "broken"})
+    drafter = runner_of(engine).drafter
+    monkeypatch.setenv(STRICT, "1")
+    with pytest.raises(ProposerError, match=r"proposer 'broken': finish\(\) raised RuntimeError"):
+        drafter.finish(["a"])

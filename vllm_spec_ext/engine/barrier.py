@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between a proposer and the engine: what a proposer does wrong costs drafts, never the engine.
+
+A proposer is code of a research method or of another package. If it raises, or returns something
+that is no draft, the requests concerned get no draft in this step and decode plainly. Each kind of
+failure is logged once, with what was found and what was expected, and every draft that was lost is
+counted (``spec_ext:refused_drafts``). With ``VLLM_SPEC_EXT_STRICT=1`` it raises instead: tests and
+authors of proposers want to see it.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from vllm_spec_ext.errors import ProposerError
+from vllm_spec_ext.proposers.base import EMPTY_DRAFT, Draft, StepContext
+from vllm_spec_ext.proposers.draft_tree import chain_parents, tree_problem
+
+logger = logging.getLogger("vllm.spec_ext")
+
+STRICT = "VLLM_SPEC_EXT_STRICT"
+SUM_TOLERANCE = 2e-2  # of a row of probabilities made in bfloat16; as in scorers.residual
+
+_RAISED = object()
+ResultT = TypeVar("ResultT")
+
+
+class Barrier:
+    """Of one engine's proposer; counts what it stopped."""
+
+    def __init__(self, name: str, vocab_size: int) -> None:
+        """Start with a clean record.
+
+        Args:
+            name: Of the method, for messages.
+            vocab_size: Of the target.
+        """
+        self._name = name
+        self._vocab_size = vocab_size
+        self._seen: set[str] = set()
+        self.num_refused = 0  # drafts that were lost, since the engine started
+
+    def call(self, what: str, function: Callable[[], ResultT], instead: ResultT) -> ResultT:
+        """The function's result, or `instead` if it raises.
+
+        Args:
+            what: Name of the call, for messages.
+            function: A call into the proposer.
+            instead: What the engine goes on with.
+
+        Raises:
+            ProposerError: It raised, and the environment asks for strictness.
+        """
+        try:
+            return function()
+        except Exception as error:
+            kind = f"{what} raised {type(error).__name__}"
+            self._report(kind, f"{what}() raised {type(error).__name__}: {error}", error)
+            return instead
+
+    def drafts(self, propose: Callable[[StepContext], Any], step: StepContext) -> list[Draft]:
+        """Ask for drafts; returns one a request, each of which the engine can schedule.
+
+        Args:
+            propose: The proposer's method.
+            step: What it is asked.
+
+        Raises:
+            ProposerError: Something is wrong, and the environment asks for strictness.
+        """
+        expected = len(step.requests)
+        made = self.call("propose", lambda: propose(step), _RAISED)
+        if isinstance(made, Sequence) and len(made) == expected:
+            return [self._sound(draft) for draft in made]
+        self.num_refused += expected
+        if made is not _RAISED:
+            found = len(made) if isinstance(made, Sequence) else _shown(made)
+            self._report("number", f"propose() returned {found}, expected {expected} drafts")
+        return [EMPTY_DRAFT] * expected
+
+    def _sound(self, draft: Any) -> Draft:
+        problem = draft_problem(draft, self._vocab_size)
+        if problem is None:
+            return draft
+        self._report(*problem)
+        self.num_refused += 1
+        return EMPTY_DRAFT
+
+    def _report(self, kind: str, message: str, error: Exception | None = None) -> None:
+        text = f"proposer {self._name!r}: {message}"
+        if os.environ.get(STRICT, "0") not in ("", "0"):
+            raise ProposerError(text) from error
+        if kind in self._seen:
+            return
+        self._seen.add(kind)
+        logger.error(
+            "vllm-spec-ext: %s. The requests concerned get no draft in such a step; this kind of "
+            "failure is logged once and counted in spec_ext:refused_drafts",
+            text,
+            exc_info=error,
+        )
+
+
+def draft_problem(draft: Any, vocab_size: int) -> tuple[str, str] | None:
+    """Why the engine cannot schedule a draft: the kind of problem, and it in words; None if it can.
+
+    A draft longer than its room is no problem: it is cut.
+    """
+    if not isinstance(draft, Draft):
+        return "type", f"found a {type(draft).__name__}, expected a Draft"
+    tokens = draft.tokens
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        return "tokens", f"tokens: found {_shown(tokens)}, expected [n] integers"
+    if not len(tokens):
+        return None
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        wrong = next(int(t) for t in tokens.tolist() if not 0 <= t < vocab_size)
+        return "token ids", f"tokens: found id {wrong}, expected 0 to {vocab_size - 1}"
+    if draft.parents is not None:
+        parents = draft.parents
+        if not isinstance(parents, np.ndarray) or parents.ndim != 1 or parents.dtype.kind != "i":
+            return "parents", f"parents: found {_shown(parents)}, expected [n] integers"
+        problem = tree_problem(parents.tolist(), len(tokens))
+        if problem is not None:
+            return "parents", f"parents: {problem}"
+    if draft.path_probs is not None and np.shape(draft.path_probs) != tokens.shape:
+        found = np.shape(draft.path_probs)
+        return "path_probs", f"path_probs: found shape {found}, expected {tokens.shape}"
+    return None if draft.probs is None else _distribution_problem(draft, vocab_size)
+
+
+def _distribution_problem(draft: Draft, vocab_size: int) -> tuple[str, str] | None:
+    """What is wrong with the distributions that a draft was drawn from."""
+    import torch
+
+    probs, expected = draft.probs, (len(draft), vocab_size)
+    if draft.drawn not in ("iid", "without_replacement"):
+        return "drawn", f"drawn: found {draft.drawn!r}, expected 'iid' or 'without_replacement'"
+    if not isinstance(probs, torch.Tensor) or not probs.is_floating_point():
+        return "probs", f"probs: found {_shown(probs)}, expected a tensor of floats"
+    if tuple(probs.shape) != expected:
+        return "probs", (
+            f"probs: found shape {tuple(probs.shape)}, expected {expected}, a distribution a node"
+        )
+    own = probs.gather(1, torch.from_numpy(draft.tokens.astype(np.int64)).to(probs.device)[:, None])
+    # Waits for the device once; distributions are rare, and wrong ones would bias the output.
+    least, sums, drawn = torch.stack(
+        [probs.amin(dim=1), probs.sum(dim=1, dtype=torch.float32) - 1.0, own[:, 0]]
+    ).cpu()
+    if not (least >= 0).all() or not (sums.abs() <= SUM_TOLERANCE).all():
+        return "probs", (
+            f"probs: found rows that sum to {(sums + 1.0).tolist()[:4]}, least {least.min():.3g}; "
+            "expected probabilities that sum to 1"
+        )
+    if not (drawn > 0).all():
+        return "probs", "probs: found a token of probability 0 in the row that it was drawn from"
+    if draft.drawn == "without_replacement":
+        parents = chain_parents(len(draft)) if draft.parents is None else draft.parents.tolist()
+        if len(set(zip(parents, draft.tokens.tolist(), strict=True))) < len(draft):
+            return "drawn", "drawn without replacement: found a token twice among siblings"
+    return None
+
+
+def _shown(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    kind = type(value).__name__
+    return kind if shape is None else f"{kind} {getattr(value, 'dtype', '')}{list(shape)}"

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: rank 0 drafts and decides, the other ranks of its group follow.
+
+If each rank drafted by itself, two that differ (a clock, a hash seed, a rounded logit) would lay
+out different draft trees, and their parts of the KV cache would no longer belong together. So one
+rank has the proposer. What it decides reaches the others through vLLM's own group; while it works
+they wait, and take their part in the target's layers that it calls, as these are spread over all.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+ResultT = TypeVar("ResultT")
+
+# Calls into the target that a proposer may make; each takes one tensor and returns one.
+SHARED_CALLS = ("compute_logits", "embed_input_ids")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer of the target that all ranks compute together."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Result(Generic[ResultT]):
+    """What rank 0 decided, and the shapes of the tensors that follow."""
+
+    value: ResultT
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Rank 0 could not go on."""
+
+    message: str
+
+
+class Ranks:
+    """The workers of one tensor-parallel group."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        """Join the group.
+
+        Args:
+            group: vLLM's ``GroupCoordinator`` (vLLM 0.32 ``get_tp_group``).
+            device: Of this rank's tensors.
+        """
+        self._group = group
+        self._device = device
+        self._target: Any = None
+
+    @property
+    def is_alone(self) -> bool:
+        """No tensor parallelism: nothing is sent."""
+        return bool(self._group.world_size == 1)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank drafts."""
+        return bool(self._group.rank_in_group == 0)
+
+    def share_target(self, target: torch.nn.Module) -> Any:
+        """What a proposer sees of the target: its shared layers are computed by all ranks."""
+        self._target = target
+        return target if self.is_alone else SharedTarget(self, target)
+
+    def lead(
+        self, work: Callable[[], tuple[ResultT, Sequence[torch.Tensor]]]
+    ) -> tuple[ResultT, Sequence[torch.Tensor]]:
+        """On rank 0 do the work, on the others wait for it; all return what rank 0 decided.
+
+        Args:
+            work: Runs on rank 0 only. Returns plain data, which can be pickled, and the tensors
+                that belong to it, which are sent from device to device.
+
+        Raises:
+            RuntimeError: On the other ranks, if the work raised on rank 0.
+        """
+        if self.is_alone:
+            return work()
+        if not self.leads:
+            return self._follow()
+        try:
+            # The ranks draw the same samples from the same global generators; a proposer that
+            # draws from them too, on this rank alone, must leave them as they were.
+            with torch.random.fork_rng([] if self._device.type == "cpu" else [self._device]):
+                value, tensors = work()
+        except BaseException as error:
+            self._group.broadcast_object(Failure(f"{type(error).__name__}: {error}"))
+            raise
+        tensors = [tensor.to(self._device).contiguous() for tensor in tensors]
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        self._group.broadcast_object(Result(value, shapes))
+        for tensor in tensors:
+            self._group.broadcast(tensor)
+        return value, tensors
+
+    def call(self, name: str, argument: torch.Tensor) -> Any:
+        """On rank 0: compute a shared layer of the target together with the other ranks."""
+        argument = argument.contiguous()
+        self._group.broadcast_object(Call(name, tuple(argument.shape), argument.dtype))
+        self._group.broadcast(argument)
+        return getattr(self._target, name)(argument)
+
+    def _follow(self) -> tuple[Any, Sequence[torch.Tensor]]:
+        while True:
+            message = self._group.broadcast_object()
+            if isinstance(message, Call):
+                argument = self._receive(message.shape, message.dtype)
+                with torch.inference_mode():
+                    getattr(self._target, message.name)(argument)
+            elif isinstance(message, Result):
+                received = [self._receive(shape, dtype) for shape, dtype in message.tensors]
+                return message.value, received
+            else:
+                raise RuntimeError(f"rank 0 of this worker's group failed: {message.message}")
+
+    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        return self._group.broadcast(tensor)
+
+
+class SharedTarget:
+    """The target as the proposer of rank 0 sees it; everything else is the module's own."""
+
+    def __init__(self, ranks: Ranks, target: torch.nn.Module) -> None:
+        self._ranks = ranks
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)  # AttributeError where the target has no such layer
+        if name not in SHARED_CALLS:
+            return found
+        return lambda argument: self._ranks.call(name, argument)
