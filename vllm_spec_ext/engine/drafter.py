@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from vllm_spec_ext.engine.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.target_tokenizer import load_tokenizer
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import Draft, EngineHandle, StepContext, StepOutcome
+
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -34,7 +37,7 @@ def num_scratch_blocks(tree: bool, num_draft_tokens: int, max_num_seqs: int) -> 
 class Drafter:
     """Owns the proposer of one engine; the runner mixin is its only caller."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: "VllmConfig") -> None:
         """Called by vLLM's ``create_custom_proposer`` while the runner is being built."""
         spec_config = vllm_config.speculative_config
         assert isinstance(spec_config, SpecExtConfig)

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -39,6 +39,20 @@ from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext, StepOu
 from vllm_spec_ext.scorers.rules import is_strict
 from vllm_spec_ext.scorers.tree import Walk
 
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.utils import CpuGpuBuffer
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
 logger = logging.getLogger("vllm.spec_ext")
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold, v1/sample/sampler.py `_SAMPLING_EPS`
@@ -47,17 +61,18 @@ GREEDY_BELOW = 1e-5  # vLLM's own threshold, v1/sample/sampler.py `_SAMPLING_EPS
 class SpecRunnerMixin:
     """Mixed in front of ``CPUModelRunner`` or ``GPUModelRunner`` by :func:`specialise`."""
 
-    # Attributes of vLLM's runner that the overrides read.
+    # Attributes of vLLM's runner that the overrides read; listed in compat/reads.py.
     drafter: Drafter
     device: torch.device
-    input_batch: Any
-    requests: dict[str, Any]
-    sampler: Any
+    input_batch: "InputBatch"
+    requests: dict[str, "CachedRequestState"]
+    sampler: "Sampler"
     max_model_len: int
     speculative_config: SpecExtConfig
-    vllm_config: Any
-    cudagraph_dispatcher: Any
-    query_start_loc: Any
+    vllm_config: "VllmConfig"
+    cudagraph_dispatcher: "CudagraphDispatcher"
+    query_start_loc: "CpuGpuBuffer"
+    get_kv_cache_spec: Callable[[], dict[str, "KVCacheSpec"]]
 
     _states: dict[str, RequestState]
     _trees: dict[str, tuple[list[int], list[int]]]  # tokens and parents of branching drafts
@@ -87,7 +102,9 @@ class SpecRunnerMixin:
 
     # -- KV cache ------------------------------------------------------------------------------
 
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize_kv_cache(
+        self, kv_cache_config: "KVCacheConfig", *args: Any, **kwargs: Any
+    ) -> None:
         """l.7055: add the scratch blocks of draft trees behind the request blocks."""
         num_scratch = self.drafter.num_scratch_blocks
         is_profiling = bool(args and args[0]) or kwargs.get("is_profiling", False)
@@ -105,7 +122,7 @@ class SpecRunnerMixin:
 
     # -- before the forward pass ---------------------------------------------------------------
 
-    def _update_states(self, scheduler_output: Any) -> Callable[[], None] | None:
+    def _update_states(self, scheduler_output: "SchedulerOutput") -> Callable[[], None] | None:
         """l.1172: requests come and go; free the proposer's state of those that went."""
         gone = set(scheduler_output.finished_req_ids)
         gone.update(scheduler_output.preempted_req_ids or ())
@@ -119,7 +136,9 @@ class SpecRunnerMixin:
                 self._trees.pop(request_id, None)
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 
-    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
+    def _prepare_inputs(
+        self, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
+    ) -> Any:
         """l.1920: where drafts branch, replace vLLM's chain layout by a tree plan."""
         self._step_start = time.perf_counter()
         result = super()._prepare_inputs(  # type: ignore[misc]
@@ -177,7 +196,9 @@ class SpecRunnerMixin:
 
     # -- verification --------------------------------------------------------------------------
 
-    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+    def _sample(
+        self, logits: torch.Tensor | None, spec_decode_metadata: "SpecDecodeMetadata | None"
+    ) -> "SamplerOutput":
         """l.3437: trees are judged by the target's own samples, chains by vLLM's sampler.
 
         Drafts that were drawn from laws which the proposer gave are judged with these.
@@ -231,7 +252,9 @@ class SpecRunnerMixin:
         }
         return {row: laws for row, laws in found.items() if laws is not None}
 
-    def _get_spec_decode_draft_probs(self, spec_decode_metadata: Any) -> torch.Tensor | None:
+    def _get_spec_decode_draft_probs(
+        self, spec_decode_metadata: "SpecDecodeMetadata"
+    ) -> torch.Tensor | None:
         """l.4719: laws of all draft rows for vLLM's rejection sampler; one-hot where none is."""
         laws = self._draft_laws(self._greedy_requests())
         if not laws:
@@ -289,7 +312,9 @@ class SpecRunnerMixin:
 
     # -- drafting ------------------------------------------------------------------------------
 
-    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+    def _input_fits_in_drafter(
+        self, common_attn_metadata: "CommonAttentionMetadata | None"
+    ) -> bool:
         """l.4288: vLLM drops the drafts of *all* requests when one nears ``max_model_len``.
 
         Ours are limited request by request instead, see :meth:`_request_step`.
@@ -298,14 +323,14 @@ class SpecRunnerMixin:
 
     def propose_draft_token_ids(
         self,
-        scheduler_output: Any,
+        scheduler_output: "SchedulerOutput",
         sampled_token_ids: list[list[int]],
-        sampling_metadata: Any,
+        sampling_metadata: "SamplingMetadata",
         hidden_states: torch.Tensor,
         sample_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
-        spec_decode_metadata: Any,
-        common_attn_metadata: Any,
+        spec_decode_metadata: "SpecDecodeMetadata | None",
+        common_attn_metadata: "CommonAttentionMetadata | None",
         slot_mappings: Any,
     ) -> list[list[int]]:
         """l.4748: draft tokens of each request of the batch, in batch order.
@@ -461,7 +486,7 @@ class SpecRunnerMixin:
 
 
 @contextmanager
-def _no_full_graph(dispatcher: Any) -> Iterator[None]:
+def _no_full_graph(dispatcher: "CudagraphDispatcher") -> Iterator[None]:
     """Keep vLLM's CUDA graph dispatcher from choosing a full graph."""
     from vllm.config import CUDAGraphMode
 
@@ -479,7 +504,7 @@ def _no_full_graph(dispatcher: Any) -> Iterator[None]:
         del dispatcher.dispatch
 
 
-def specialise(runner: Any) -> None:
+def specialise(runner: "GPUModelRunner") -> None:
     """Give a freshly built V1 model runner our overrides.
 
     vLLM's CPU worker builds its runner in ``init_device`` and offers no factory to override
@@ -487,4 +512,4 @@ def specialise(runner: Any) -> None:
     """
     base = type(runner)
     runner.__class__ = type(f"Spec{base.__name__}", (SpecRunnerMixin, base), {})
-    runner.init_spec_ext()
+    cast(SpecRunnerMixin, runner).init_spec_ext()
