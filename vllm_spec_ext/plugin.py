@@ -2,8 +2,8 @@
 """Entry point of group ``vllm.general_plugins``: makes our methods known to vLLM.
 
 vLLM calls :func:`register` in every process it starts. It wraps one function,
-``EngineArgs.create_speculative_config`` (vLLM 0.32 engine/arg_utils.py:2060), and only where that
-module is in use; the wrapper hands every configuration that is not ours to vLLM unchanged.
+``EngineArgs.create_speculative_config``, and only where its module is in use; the wrapper hands
+every configuration that is not ours to vLLM unchanged.
 """
 
 import functools

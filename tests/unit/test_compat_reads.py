@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook map against our own code: all that is read of vLLM is listed, all that is listed is read.
+"""The hook map against our own code: what is read of vLLM is listed, what is listed is read.
 
 If this fails after a change to the engine adapter, each line of the message says what to add where.
 """

@@ -2,7 +2,7 @@
 """The runner mixin: turns vLLM's V1 model runner into one that feeds our proposers.
 
 Every override calls ``super()`` or replaces a step that vLLM reserves for the drafter; none copies
-vLLM code. Methods and line numbers are those of vLLM 0.32 v1/worker/gpu_model_runner.py.
+vLLM code. Each has the name of the method of ``GPUModelRunner`` that it replaces (vLLM 0.32).
 """
 
 import functools
@@ -105,7 +105,7 @@ class SpecRunnerMixin:
     def initialize_kv_cache(
         self, kv_cache_config: "KVCacheConfig", *args: Any, **kwargs: Any
     ) -> None:
-        """l.7055: add the scratch blocks of draft trees behind the request blocks."""
+        """Add the scratch blocks of draft trees behind the request blocks."""
         num_scratch = self.drafter.num_scratch_blocks
         is_profiling = bool(args and args[0]) or kwargs.get("is_profiling", False)
         if not num_scratch or is_profiling:
@@ -123,7 +123,7 @@ class SpecRunnerMixin:
     # -- before the forward pass ---------------------------------------------------------------
 
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Callable[[], None] | None:
-        """l.1172: requests come and go; free the proposer's state of those that went."""
+        """Requests come and go; free the proposer's state of those that went."""
         gone = set(scheduler_output.finished_req_ids)
         gone.update(scheduler_output.preempted_req_ids or ())
         if gone:
@@ -139,7 +139,7 @@ class SpecRunnerMixin:
     def _prepare_inputs(
         self, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
     ) -> Any:
-        """l.1920: where drafts branch, replace vLLM's chain layout by a tree plan."""
+        """Where drafts branch, replace vLLM's chain layout by a tree plan."""
         self._step_start = time.perf_counter()
         result = super()._prepare_inputs(  # type: ignore[misc]
             scheduler_output, num_scheduled_tokens
@@ -184,7 +184,7 @@ class SpecRunnerMixin:
         return parents if is_branching(parents) else None
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        """l.3718: a full CUDA graph has a fixed number of requests, so not with virtual ones."""
+        """A full CUDA graph has a fixed number of requests, so not with virtual ones."""
         if self._tree_attention is None or self._tree_attention.plan is None:
             return super()._determine_batch_execution_and_padding(  # type: ignore[misc]
                 *args, **kwargs
@@ -199,13 +199,13 @@ class SpecRunnerMixin:
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: "SpecDecodeMetadata | None"
     ) -> "SamplerOutput":
-        """l.3437: trees are judged by the target's own samples, chains by vLLM's sampler.
+        """Trees are judged by the target's own samples, chains by vLLM's sampler.
 
         Drafts that were drawn from laws which the proposer gave are judged with these.
 
         A step without any draft is sampled plainly: vLLM sends it through its rejection sampler
         too, which fails on an empty batch of draft rows when a request asks for top-k on CPU
-        (v1/sample/ops/topk_topp_sampler.py:529).
+        (``apply_top_k_only``).
         """
         self._last_walk = None
         metadata = self.input_batch.sampling_metadata
@@ -255,7 +255,7 @@ class SpecRunnerMixin:
     def _get_spec_decode_draft_probs(
         self, spec_decode_metadata: "SpecDecodeMetadata"
     ) -> torch.Tensor | None:
-        """l.4719: laws of all draft rows for vLLM's rejection sampler; one-hot where none is."""
+        """Laws of all draft rows for vLLM's rejection sampler; one-hot where none is."""
         laws = self._draft_laws(self._greedy_requests())
         if not laws:
             return None
@@ -315,7 +315,7 @@ class SpecRunnerMixin:
     def _input_fits_in_drafter(
         self, common_attn_metadata: "CommonAttentionMetadata | None"
     ) -> bool:
-        """l.4288: vLLM drops the drafts of *all* requests when one nears ``max_model_len``.
+        """vLLM drops the drafts of *all* requests when one nears ``max_model_len``.
 
         Ours are limited request by request instead, see :meth:`_request_step`.
         """
@@ -333,7 +333,7 @@ class SpecRunnerMixin:
         common_attn_metadata: "CommonAttentionMetadata | None",
         slot_mappings: Any,
     ) -> list[list[int]]:
-        """l.4748: draft tokens of each request of the batch, in batch order.
+        """Draft tokens of each request of the batch, in batch order.
 
         Args:
             sampled_token_ids: New tokens of each request; empty for rows of an unfinished prefill.
@@ -508,7 +508,7 @@ def specialise(runner: "GPUModelRunner") -> None:
     """Give a freshly built V1 model runner our overrides.
 
     vLLM's CPU worker builds its runner in ``init_device`` and offers no factory to override
-    (vLLM 0.32 v1/worker/cpu_worker.py:161), so the class is exchanged after construction.
+    (vLLM 0.32 ``CPUWorker.init_device``), so the class is exchanged after construction.
     """
     base = type(runner)
     runner.__class__ = type(f"Spec{base.__name__}", (SpecRunnerMixin, base), {})

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the user's JSON to the configuration object that vLLM carries into every process.
 
-Inside vLLM our methods are its official ``custom_class`` (vLLM 0.32 config/speculative.py:1230),
-which makes it take the V1 runner, leave asynchronous scheduling off and build our drafter itself.
+Inside vLLM our methods are its official ``custom_class`` (vLLM 0.32
+``SpeculativeConfig.__post_init__``), which makes it take the V1 runner, leave asynchronous
+scheduling off and build our drafter itself.
 """
 
 from collections.abc import Mapping

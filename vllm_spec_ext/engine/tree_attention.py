@@ -37,7 +37,7 @@ def with_scratch(kv_cache_config: "KVCacheConfig", num_scratch: int) -> "KVCache
     """A copy of vLLM's ``KVCacheConfig`` with more blocks at the end of every layer's cache.
 
     Layer-outermost layouts keep each layer contiguous, so their strides and offsets grow with the
-    number of blocks; block-outermost ones only get longer (v1/kv_cache_interface.py:1409).
+    number of blocks; block-outermost ones only get longer (vLLM 0.32 ``KVCacheTensor``).
     """
     result = deepcopy(kv_cache_config)
     old, new = result.num_blocks, result.num_blocks + num_scratch
@@ -174,7 +174,8 @@ class TreeAttention:
             if self.plan is None:
                 return build(common, *args, **kwargs)
             # Not ahead of time: FlashAttention 3's schedule goes into a buffer made for the
-            # engine's number of requests (vLLM 0.32 v1/attention/backends/flash_attn.py:665).
+            # engine's number of requests
+            # (vLLM 0.32 FlashAttentionMetadataBuilder._store_scheduler_metadata).
             return build(expand_attention(common, self.plan), *args, fast_build=True, **kwargs)
 
         group.build_metadata = build_metadata
