@@ -15,6 +15,7 @@ from vllm_reads import (
     STANDS_FOR,
     Analysis,
     analyse,
+    assigned_on_self,
     files_that_touch_vllm,
     unused,
 )
@@ -229,21 +230,25 @@ def test_the_adapter_is_what_is_looked_at() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_methods_of_vllm_that_our_mixins_replace_are_listed() -> None:
+def test_what_our_mixins_replace_in_vllm_is_listed() -> None:
     root = compat.find_root()
     assert root is not None
     source = Source(root)
     listed = {hook.name for hook in compat.FUNCTIONS}
+    listed |= {f"{entry.name}.{name}" for entry in compat.CLASSES for name in entry.attributes}
     homes = {entry.name: entry.module for entry in compat.CLASSES}
     for mixin, owner in STANDS_FOR.items():
         module, _, name = mixin.rpartition(".")
         tree = ast.parse(ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text("utf-8"))
         (node,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
-        methods = frozenset(n.name for n in node.body if isinstance(n, ast.FunctionDef))
-        for method in methods - source.absent(homes[owner], owner, methods):
-            assert f"{owner}.{method}" in listed, (
-                f"{mixin}.{method} replaces a method of vLLM's {owner}; add "
-                f'Hook("{homes[owner]}", "{owner}.{method}", ...) to vllm_spec_ext/compat/hooks.py'
+        ours = frozenset(n.name for n in node.body if isinstance(n, ast.FunctionDef))
+        ours |= assigned_on_self(tree, name)
+        for taken in ours - source.absent(homes[owner], owner, ours):
+            assert f"{owner}.{taken}" in listed, (
+                f"{mixin}.{taken} replaces what vLLM's {owner} has under that name; rename ours, "
+                f'or add "{taken}" to Reads("{homes[owner]}", "{owner}", ...) in '
+                f'vllm_spec_ext/compat/reads.py, or Hook("{homes[owner]}", "{owner}.{taken}", ...) '
+                "to vllm_spec_ext/compat/hooks.py"
             )
 
 

@@ -360,9 +360,10 @@ class _File:
             return  # a function, a module, None; what every class has
         for ancestor in info.mro:
             if ancestor.fullname in STANDS_FOR and name in ancestor.names:
-                if self._is_declared_only(ancestor, name):
-                    owner = STANDS_FOR[ancestor.fullname]
-                    self._use(node, self._module_of(owner), owner, name)
+                owner = STANDS_FOR[ancestor.fullname]
+                module = self._module_of(owner)
+                if self._is_declared_only(ancestor, name) or self._is_listed(module, owner, name):
+                    self._use(node, module, owner, name)
                 return
             if name in ancestor.names and ancestor.fullname != "builtins.object":
                 if _is_vllm(ancestor):
