@@ -2,9 +2,9 @@
 """Compiled loops of :mod:`vllm_spec_ext.proposers.occurrence_index`.
 
 A module of its own because importing numba is slow, and because vLLM 0.32's CPU worker cannot
-start in a process that has imported it already (triton_utils/dispatcher.py:139 reads ``vars()`` of
-every module attribute, and llvmlite's answer is no dictionary): so it is imported when the first
-index is built, which is after the worker has started.
+start in a process that has imported it already (``triton_utils.dispatcher._rebind_kernels`` reads
+``vars()`` of every module attribute, and llvmlite's answer is no dictionary): so it is imported
+when the first index is built, which is after the worker has started.
 """
 
 import numpy as np

@@ -2,18 +2,24 @@
 """Entry point of group ``vllm.general_plugins``: makes our methods known to vLLM.
 
 vLLM calls :func:`register` in every process it starts. It wraps one function,
-``EngineArgs.create_speculative_config`` (vLLM 0.32 engine/arg_utils.py:2060), and only where that
-module is in use; the wrapper hands every configuration that is not ours to vLLM unchanged.
+``EngineArgs.create_speculative_config``, and only where its module is in use; the wrapper hands
+every configuration that is not ours to vLLM unchanged.
 """
 
 import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+    from vllm.config.parallel import ParallelConfig
+    from vllm.config.speculative import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -37,9 +43,9 @@ def register() -> None:
 
 def wrap_arguments(module: ModuleType) -> None:
     """Wrap ``EngineArgs.create_speculative_config`` of the given module, once."""
-    engine_args: Any = getattr(module, "EngineArgs", None)
-    original = getattr(engine_args, "create_speculative_config", None)
-    if original is None:
+    engine_args: type[EngineArgs] | None = getattr(module, "EngineArgs", None)
+    original: Callable[..., Any] | None = getattr(engine_args, "create_speculative_config", None)
+    if engine_args is None or original is None:
         logger.error(
             "vllm-spec-ext: this vLLM has no EngineArgs.create_speculative_config; our methods are "
             "not available. Run `vllm-spec doctor`, or set VLLM_PLUGINS to leave this plugin out."
@@ -50,8 +56,10 @@ def wrap_arguments(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def create_speculative_config(
-        self: Any, target_model_config: Any, target_parallel_config: Any
-    ) -> Any:
+        self: "EngineArgs",
+        target_model_config: "ModelConfig",
+        target_parallel_config: "ParallelConfig",
+    ) -> "SpeculativeConfig | None":
         method = requested_method(self)
         if method is None:
             try:
@@ -67,7 +75,7 @@ def wrap_arguments(module: ModuleType) -> None:
     engine_args.create_speculative_config = create_speculative_config
 
 
-def requested_method(engine_args: Any) -> str | None:
+def requested_method(engine_args: "EngineArgs") -> str | None:
     """The method that the arguments ask for, if it is one of ours."""
     given = getattr(engine_args, "speculative_config", None)
     method = given.get("method") if isinstance(given, dict) else None
@@ -87,7 +95,7 @@ def _explain_misspelt_method(error: ValueError) -> None:
     Raises:
         UnknownNameError: With the nearest name and all valid ones, vLLM's included.
     """
-    problems = error.errors() if hasattr(error, "errors") else []
+    problems: list[dict[str, Any]] = error.errors() if hasattr(error, "errors") else []
     wrong = next((problem for problem in problems if problem["loc"] == ("method",)), None)
     if wrong is None or not isinstance(wrong["input"], str):
         return
@@ -97,7 +105,8 @@ def _explain_misspelt_method(error: ValueError) -> None:
     from vllm_spec_ext.errors import UnknownNameError
     from vllm_spec_ext.proposers import registry
 
-    theirs = re.findall(r"'([^']+)'", str(wrong.get("ctx", {}).get("expected", "")))
+    context: dict[str, object] = wrong.get("ctx", {})
+    theirs = re.findall(r"'([^']+)'", str(context.get("expected", "")))
     valid = [*registry.names(), *theirs]
     near = difflib.get_close_matches(wrong["input"], valid, n=1)
     if near and near[0] in registry.names():

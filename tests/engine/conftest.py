@@ -39,8 +39,8 @@ def _one_process_many_engines() -> Iterator[None]:
     """Let several engines live in one process.
 
     vLLM 0.32's CPU worker registers its kernels once per worker and trips over llvmlite when it
-    does so after numba was imported (triton_utils/dispatcher.py:139), as the unit tests do when
-    they are collected; once is enough, and llvmlite holds none of the kernels.
+    does so after numba was imported (``dispatcher._rebind_kernels``), as the unit tests do
+    when they are collected; once is enough, and llvmlite holds none of the kernels.
     """
     from vllm.triton_utils import dispatcher
 

@@ -158,11 +158,9 @@ def _speculative_config(model: Path, **arguments: Any) -> Any:
 
 
 def test_vllm_without_a_hook(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_spec_ext.source_lookup import Hook
-
-    gone = Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.is_gone", "test")
+    gone = compat.Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.is_gone", "test")
     original = compat.check
-    monkeypatch.setattr(compat, "check", lambda root=None: original(root, [*compat.HOOKS, gone]))
+    monkeypatch.setattr(compat, "check", lambda root=None, hooks=(): original(root, [*hooks, gone]))
     compat.require.cache_clear()
     try:
         with pytest.raises(IncompatibleVLLMError) as error:

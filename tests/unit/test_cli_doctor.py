@@ -14,8 +14,9 @@ from vllm_spec_ext.cli import environment_checks as checks
 from vllm_spec_ext.cli.doctor import doctor
 from vllm_spec_ext.cli.environment_checks import Check
 from vllm_spec_ext.cli.vllm_metadata import VllmInstall
+from vllm_spec_ext.compat import HookStatus
+from vllm_spec_ext.compat.source import Source
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.source_lookup import HookStatus
 
 FINE = [Check("python", "ok", "3.11"), Check("demo", "note", "not there", "pip install it")]
 BROKEN = [*FINE, Check("torch", "broken", "a [CUDA] build", "pip install another")]
@@ -91,29 +92,38 @@ def test_hooks_are_listed_when_asked_for_or_changed(
 
 
 def test_another_vllm_is_looked_at_in_its_wheel(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = compat.find_root()
     assert root is not None
     wheel = tmp_path / "vllm-9.9-py3-none-any.whl"
 
-    def pack(modules: set[str]) -> None:
+    needed: set[Path] = set()  # base classes come from modules that are not in the table
+    original = Source._file
+
+    def note(self: Source, module: str) -> Path | None:
+        file = original(self, module)
+        needed.update({file} if file else ())
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "_file", note)
+        compat.check()
+        compat.vllm_version()
+
+    def pack(without: str = "") -> None:
         with zipfile.ZipFile(wheel, "w") as archive:
-            for module in modules | {"vllm._version"}:
-                path = root.joinpath(*module.split("."))
-                file = path.with_suffix(".py")
-                file = file if file.is_file() else path / "__init__.py"
+            for file in needed - {root.joinpath(*without.split(".")).with_suffix(".py")}:
                 archive.write(file, file.relative_to(root))
 
-    modules = {hook.module for hook in compat.HOOKS}
-    pack(modules)
+    pack()
     doctor(source=wheel)
-    count = len(compat.HOOKS)
+    count = len(compat.FUNCTIONS) + sum(max(1, len(c.attributes)) for c in compat.CLASSES)
     printed = capsys.readouterr().out
     assert f"{count} of {count} places are as expected" in printed
     assert "Everything that is needed works" not in printed
     missing = compat.HOOKS[0].module
-    pack(modules - {missing})
+    pack(without=missing)
     with pytest.raises(typer.Exit):
         doctor(source=wheel)
     assert "broken" in capsys.readouterr().out
@@ -197,6 +207,31 @@ def test_numba_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = checks._numba_cache()
     assert found.status == "broken"
     assert "NUMBA_CACHE_DIR" in (found.fix or "")
+
+
+def test_hooks_of_a_class_are_one_row_and_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    reads = compat.Reads("vllm.batch", "Batch", "rows", {"here": "int", "gone": "int"})
+    fake(monkeypatch, FINE, [HookStatus(reads, True, False, "has no attribute gone", ("gone",))])
+    doctor(all_hooks=True)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "batch: Batch" in line]
+    assert "2: here, gone" in row
+    assert "has no attribute gone" in row
+    doctor(as_json=True)
+    (shown,) = json.loads(capsys.readouterr().out)["hooks"]
+    assert shown["attributes"] == {"here": "int", "gone": "int"}
+    assert shown["missing"] == ["gone"]
+
+
+def test_a_change_that_only_tools_feel_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = compat.Reads("vllm.llm", "LLM", "measured", {"gone": "int"}, part="tools")
+    changed = HookStatus(reads, True, False, "has no attribute gone", ("gone",))
+    monkeypatch.setattr(compat, "check", lambda: [changed])
+    found = checks._hooks()
+    assert found.status == "note"
+    assert "vllm.llm.LLM: has no attribute gone" in found.found
 
 
 def test_changed_hook(monkeypatch: pytest.MonkeyPatch) -> None:

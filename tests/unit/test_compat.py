@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hook map against the installed vLLM, and against sources in which something changed."""
 
-import ast
+import dataclasses
 import importlib.util
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from vllm_spec_ext import compat
+from vllm_spec_ext.compat import Hook, Reads
+from vllm_spec_ext.compat.entries import Kind
 from vllm_spec_ext.errors import IncompatibleVLLMError
-from vllm_spec_ext.source_lookup import Hook
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -28,7 +28,7 @@ def write(root: Path, text: str, module: str = "vllm.runner") -> Path:
     return root
 
 
-def problem(root: Path, hook: Hook) -> str | None:
+def problem(root: Path, hook: Hook | Reads) -> str | None:
     (status,) = compat.check(root, [hook])
     assert status.ok == (status.problem is None)
     return status.problem
@@ -51,34 +51,6 @@ def test_checking_imports_neither_torch_nor_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_every_import_from_vllm_is_in_the_table() -> None:
-    known = {(hook.module, hook.name.partition(".")[0]) for hook in compat.HOOKS}
-    package = Path(compat.__file__).parent
-    for path in [package / "plugin.py", *sorted((package / "engine").glob("*.py"))]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("vllm."):
-                continue
-            for name in node.names:
-                # Some names are imported from the package that re-exports them.
-                where = [m for m, n in known if n == name.name and m.startswith(str(node.module))]
-                assert where, f"{path.name}: {node.module}.{name.name} is not in compat.HOOKS"
-
-
-@pytest.mark.parametrize(
-    ("variable", "name"), [("model", "ModelConfig"), ("parallel", "ParallelConfig")]
-)
-def test_settings_that_we_refuse_are_in_the_table(variable: str, name: str) -> None:
-    known: set[str] = set()
-    for hook in compat.HOOKS:
-        if hook.name == name:
-            known.update(hook.names)
-        elif hook.name.startswith(f"{name}."):
-            known.add(hook.name.partition(".")[2])
-    text = (Path(compat.__file__).parent / "engine" / "limits.py").read_text()
-    read = set(re.findall(rf"\b{variable}\.(\w+)", text))
-    assert read <= known, f"add to compat.HOOKS: {sorted(read - known)}"
 
 
 def test_hooks_are_unique_and_documented() -> None:
@@ -142,23 +114,76 @@ def test_fields_attributes_constants_and_values(tmp_path: Path) -> None:
         "LIMIT = 128\nKind = Literal['x', 'y']\n"
         "class Config:\n    a: int = 1\n    b: str\n"
         "    def __init__(self):\n        self.made = 1\n        self.typed: int = 2\n"
+        "        self.first, (self.second, other.other) = 1, (2, 3)\n        local = 4\n"
+        "    def step(self): ...\n    @property\n    def size(self): ...\n"
     )
     write(tmp_path, text)
 
-    def check(name: str, kind: str, names: tuple[str, ...] = ()) -> str | None:
-        return problem(tmp_path, Hook("vllm.runner", name, "test", kind, names))  # type: ignore[arg-type]
+    def check(name: str, kind: Kind, names: tuple[str, ...] = ()) -> str | None:
+        return problem(tmp_path, Hook("vllm.runner", name, "test", kind, names))
+
+    def read(*names: str, of: str = "Config") -> str | None:
+        return problem(tmp_path, Reads("vllm.runner", of, "test", dict.fromkeys(names, "int")))
 
     assert check("LIMIT", "constant") is None
     assert check("OTHER", "constant") == "no such constant"
     assert check("Kind", "value", ("y",)) is None
     assert check("Kind", "value", ("z",)) == "does not allow 'z'"
-    assert check("Config", "class", ("a", "b")) is None
-    assert check("Config", "class", ("a", "c")) == "has no field c"
-    assert check("Config.a", "field") is None
-    assert check("Config.c", "field") == "no such field"
-    assert check("Config.made", "attribute") is None
-    assert check("Config.typed", "attribute") is None
-    assert check("Config.a", "attribute") == "no such attribute"
+    assert read("a", "b") is None
+    assert read("a", "c", "d") == "has no attribute c, d"
+    assert read("made", "typed", "first", "second") is None
+    assert read("other") == "has no attribute other"  # set on another object
+    assert read("step", "size") is None
+    assert read("local") == "has no attribute local"
+    assert read("a", of="Gone") == "no such class"
+
+
+def test_attributes_of_base_classes_in_other_modules(tmp_path: Path) -> None:
+    """Through relative imports, packages that pass a class on, other names, generics, cycles."""
+    write(tmp_path, "class Mixin:\n    mixed: int\n", "vllm.deep.mixin")
+    write(tmp_path, "from .mixin import Mixin\n", "vllm.deep.__init__")
+    write(
+        tmp_path,
+        "from .deep import Mixin as Renamed\n"
+        "class Base(Renamed):\n    def __init__(self):\n        self.based = 1\n",
+        "vllm.base",
+    )
+    write(
+        tmp_path,
+        "try:\n    from vllm.base import Base\nexcept ImportError:\n    Base = object\n"
+        "import torch\n"
+        "class Again(Runner): ...\n"
+        "class Runner(Base[int], torch.nn.Module, Again):\n    own = 1\n",
+    )
+
+    def read(*names: str) -> str | None:
+        return problem(tmp_path, Reads("vllm.runner", "Runner", "test", dict.fromkeys(names, "")))
+
+    assert read("own", "based", "mixed") is None
+    assert read("based", "gone") == "has no attribute gone"
+    found = compat.check(
+        tmp_path, [Reads("vllm.runner", "Runner", "test", {"own": "int", "gone": "int"})]
+    )
+    assert found[0].missing == ("gone",)
+
+
+def test_a_base_class_that_we_rely_on(tmp_path: Path) -> None:
+    write(tmp_path, "class Tensors(NamedTuple):\n    a: int\n")
+    assert problem(tmp_path, Reads("vllm.runner", "Tensors", "t", {"a": ""}, "NamedTuple")) is None
+    found = problem(tmp_path, Reads("vllm.runner", "Tensors", "t", {}, "Struct"))
+    assert found == "is no longer a Struct"
+
+
+def test_what_only_tools_need_does_not_keep_an_engine_from_starting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write(tmp_path, "class Runner:\n    own = 1\n")
+    gone = Reads("vllm.runner", "Runner", "test", {"gone": "int"}, part="tools")
+    monkeypatch.setattr(compat, "HOOKS", (gone,))
+    compat.require.__wrapped__(tmp_path)
+    monkeypatch.setattr(compat, "HOOKS", (dataclasses.replace(gone, part="engine"),))
+    with pytest.raises(IncompatibleVLLMError, match="has no attribute gone"):
+        compat.require.__wrapped__(tmp_path)
 
 
 def test_require_names_found_expected_fix_and_how_to_disable(tmp_path: Path) -> None:

@@ -16,14 +16,17 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from vllm_spec_ext.config import RequestOptions
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.proposers.base import BaseProposer, Draft, StepContext, proposer
+from vllm_spec_ext.proposers.base import BaseProposer, Draft, EngineHandle, StepContext, proposer
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 METHOD = "step_probe"
 MIN_BATCHED_TOKENS = 2048
@@ -100,7 +103,7 @@ class Probe(BaseProposer):
             )
         return drafts
 
-    def start(self, engine: Any) -> None:
+    def start(self, engine: EngineHandle) -> None:
         """Note the vocabulary."""
         self._vocab_size = engine.vocab_size
 
@@ -111,7 +114,9 @@ def answer_tokens(steps: int, size: int, prompts: Sequence[Sequence[int]]) -> in
     return prefill_steps + steps + size + 4
 
 
-def step_times(engine: Any, prompts: Sequence[Any], size: int, shape: Shape, steps: int) -> Any:
+def step_times(
+    engine: "LLMEngine", prompts: Sequence[Any], size: int, shape: Shape, steps: int
+) -> Any:
     """Seconds of each decoding step of a batch, without its prefill."""
     from vllm import SamplingParams
 
@@ -227,7 +232,7 @@ def main() -> None:
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON")
     parser.add_argument("--json", type=Path, help="write the table here")
     given = vars(parser.parse_args())
-    path = given.pop("json")
+    path: Path | None = given.pop("json")
     rows = measure(**given)
     if path is not None:
         given["rows"] = rows

@@ -14,8 +14,8 @@ from rich.table import Table
 from vllm_spec_ext import __version__, compat
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.environment_checks import Check, run_checks
+from vllm_spec_ext.compat import Hook, HookStatus, Reads, unpacked
 from vllm_spec_ext.errors import IncompatibleVLLMError
-from vllm_spec_ext.source_lookup import HookStatus, unpacked
 
 _COLOURS = {"ok": "green", "note": "yellow", "broken": "red"}
 
@@ -23,7 +23,8 @@ _COLOURS = {"ok": "green", "note": "yellow", "broken": "red"}
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
     all_hooks: Annotated[
-        bool, typer.Option("--hooks", help="List every place in vLLM that we rely on.")
+        bool,
+        typer.Option("--hooks", help="List every place in vLLM that we rely on, class by class."),
     ] = False,
     source: Annotated[
         Path | None,
@@ -42,7 +43,7 @@ def doctor(
     Exit status 1 if something is broken.
     """
     if source is not None:
-        look_at(source, as_json=as_json)
+        look_at(source, as_json=as_json, all_hooks=all_hooks)
         return
     done = vllm_metadata.repair() if fix else None
     checks = run_checks()
@@ -60,7 +61,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def look_at(source: Path, *, as_json: bool) -> None:
+def look_at(source: Path, *, as_json: bool, all_hooks: bool = False) -> None:
     """Every place that we rely on, in a vLLM that is not installed; exit status 1 if one changed.
 
     Raises:
@@ -68,12 +69,14 @@ def look_at(source: Path, *, as_json: bool) -> None:
     """
     with unpacked(source) as root:
         hooks, version = compat.check(root), compat.vllm_version(root) or "of unknown version"
-    wrong = sum(not status.ok for status in hooks)
+    wrong = sum(status.num_wrong for status in hooks)
+    places = sum(status.num_places for status in hooks)
     if as_json:
         print(json.dumps({"vllm": version, "ok": not wrong, "hooks": _as_json(hooks)}, indent=2))
     else:
-        found = f"{len(hooks) - wrong} of {len(hooks)} places are as expected"
-        _show([Check("vllm", "broken" if wrong else "ok", f"{version}: {found}")], hooks)
+        found = f"{version}: {places - wrong} of {places} places are as expected"
+        shown = [status for status in hooks if all_hooks or not status.ok]
+        _show([Check("vllm", "broken" if wrong else "ok", found)], shown)
     if wrong:
         raise typer.Exit(1)
 
@@ -95,22 +98,29 @@ def report(
 def _as_json(hooks: Sequence[HookStatus]) -> list[dict[str, Any]]:
     return [
         {**dataclasses.asdict(status.hook), "found": status.found, "ok": status.ok}
-        | {"problem": status.problem}
+        | {"problem": status.problem, "missing": status.missing}
         for status in hooks
     ]
+
+
+def _uses(hook: Hook | Reads) -> str:
+    """The attributes of a class that we use, or the parameters of a function."""
+    if isinstance(hook, Hook):
+        return ", ".join(hook.names)
+    return f"{len(hook.attributes)}: {', '.join(hook.attributes)}" if hook.attributes else ""
 
 
 def _show(checks: Sequence[Check], hooks: Sequence[HookStatus], fixed: str | None = None) -> None:
     console = Console(highlight=False)
     if hooks:
         table = Table(title="Places in vLLM that this plugin relies on", title_justify="left")
-        for heading in ("where", "what for", "state"):
+        for heading in ("where", "what we use", "what for", "state"):
             table.add_column(heading, overflow="fold")
         for status in hooks:
             colour = _COLOURS["ok" if status.ok else "broken"]
             state = "ok" if status.ok else (status.problem or "changed").replace("[", r"\[")
             where = f"{status.hook.module.removeprefix('vllm.')}: {status.hook.name}"
-            table.add_row(where, status.hook.why, f"[{colour}]{state}[/]")
+            table.add_row(where, _uses(status.hook), status.hook.why, f"[{colour}]{state}[/]")
         console.print(table)
     if fixed:
         console.print(f"fixed: {fixed}", soft_wrap=True, markup=False)

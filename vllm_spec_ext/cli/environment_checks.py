@@ -126,10 +126,15 @@ def _hooks() -> Check:
         statuses = compat.check()
     except IncompatibleVLLMError as error:
         return Check("hooks", "broken", str(error), compat.PIP_COMMAND)
-    wrong = compat.problems(statuses)
+    wrong = compat.problems(status for status in statuses if status.hook.part == "engine")
     if wrong:
         return Check("hooks", "broken", "; ".join(wrong), compat.PIP_COMMAND)
-    return Check("hooks", "ok", f"all {len(statuses)} places in vLLM are as expected")
+    wrong = compat.problems(statuses)
+    if wrong:
+        found = f"only the benchmark and training are affected: {'; '.join(wrong)}"
+        return Check("hooks", "note", found, compat.PIP_COMMAND)
+    places = sum(status.num_places for status in statuses)
+    return Check("hooks", "ok", f"all {places} places in vLLM are as expected")
 
 
 def _plugin() -> Check:

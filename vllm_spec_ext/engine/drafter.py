@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
@@ -26,6 +26,9 @@ from vllm_spec_ext.proposers.base import (
 )
 from vllm_spec_ext.scorers.multi_step import warm_up as warm_up_multi_step
 from vllm_spec_ext.scorers.tree import warm_up as warm_up_walk
+
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -52,7 +55,7 @@ class Drafter:
     _engine: EngineHandle
     _barrier: Barrier
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: "VllmConfig") -> None:
         """Called by vLLM's ``create_custom_proposer`` while the runner is being built."""
         spec_config = vllm_config.speculative_config
         assert isinstance(spec_config, SpecExtConfig)

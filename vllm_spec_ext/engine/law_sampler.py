@@ -15,7 +15,7 @@ class LawSampler(torch.nn.Module):
     """Stands in front of vLLM's ``TopKTopPSampler``; passes through while nobody asks for more."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
-        """Wrap the sampler's own last stage (vLLM 0.32 v1/sample/sampler.py:70)."""
+        """Wrap the sampler's own last stage (vLLM 0.32 ``Sampler.__init__``)."""
         super().__init__()
         self.inner = inner
         self._eta_of_rows: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -2,12 +2,17 @@
 """What our methods do not work with, each refused with its own reason before weights load."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 from vllm.v1.sample.rejection_sampler import MAX_SPEC_LEN
 
 from vllm_spec_ext.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+    from vllm.config.parallel import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 MAX_DRAFT_TOKENS: int = MAX_SPEC_LEN
 
@@ -31,7 +36,7 @@ def worker_class() -> str:
     )
 
 
-def _reasons(args: Any, model: Any, parallel: Any) -> Iterator[str]:
+def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig") -> Iterator[str]:
     """One line for each setting that cannot work (read in vLLM 0.32)."""
     if model.runner_type != "generate":
         yield f"runner type {model.runner_type!r}: it generates nothing; use a generative one"
@@ -72,7 +77,9 @@ def _reasons(args: Any, model: Any, parallel: Any) -> Iterator[str]:
         yield "custom logits processors: vLLM does not run them with speculative decoding"
 
 
-def refuse_unsupported(args: Any, method: str, model: Any, parallel: Any) -> None:
+def refuse_unsupported(
+    args: "EngineArgs", method: str, model: "ModelConfig", parallel: "ParallelConfig"
+) -> None:
     """Refuse a configuration that cannot work.
 
     Args:
@@ -89,7 +96,7 @@ def refuse_unsupported(args: Any, method: str, model: Any, parallel: Any) -> Non
         raise UnsupportedError(f"{method} does not work with " + "; nor with ".join(reasons))
 
 
-def refuse_processed_logprobs(model: Any) -> None:
+def refuse_processed_logprobs(model: "ModelConfig") -> None:
     """A relaxed rule reports the untouched target's log-probabilities, or none at all.
 
     Raises:

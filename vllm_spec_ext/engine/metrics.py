@@ -7,15 +7,18 @@ The names do not start with ``vllm:``: vLLM drops every such collector when an e
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_spec_ext.engine.shared_counters import COUNTERS, CounterReadings
+
+if TYPE_CHECKING:
+    from prometheus_client import Gauge
 
 PREFIX = "spec_ext:"
 
 
 @cache
-def _lossless_gauge() -> Any:
+def _lossless_gauge() -> "Gauge":
     from prometheus_client import Gauge
 
     return Gauge(

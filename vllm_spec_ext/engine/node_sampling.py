@@ -10,7 +10,7 @@ Field names are those of vLLM 0.32 v1/sample/metadata.py.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ from vllm_spec_ext.engine.drawn_drafts import DraftLaws, judge_drawn, judged_row
 from vllm_spec_ext.engine.seeded_rows import SeededRows
 from vllm_spec_ext.scorers.tree import Walk, walk, walk_samples
 
+if TYPE_CHECKING:
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+
 # [num_rows, vocab] float32 -> ([num_nodes] bool tolerated, [num_nodes] float32 draft logits)
 Judge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -30,8 +34,8 @@ Judge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 def verify(
     batch: DraftBatch,
     logits: torch.Tensor,  # [num_rows, vocab]
-    metadata: Any,
-    sampler: Any,
+    metadata: "SamplingMetadata",
+    sampler: "Sampler",
     judge: Judge | None = None,
     laws: Mapping[int, DraftLaws] | None = None,
 ) -> tuple[SamplerOutput, Walk]:
@@ -82,7 +86,9 @@ def verify(
     return SamplerOutput(sampled_token_ids=emitted, logprobs_tensors=logprobs), taken
 
 
-def _masked_logits(logits: torch.Tensor, expanded: Any, sampler: Any) -> torch.Tensor:
+def _masked_logits(
+    logits: torch.Tensor, expanded: "SamplingMetadata", sampler: "Sampler"
+) -> torch.Tensor:
     """Float32 logits after everything that changes what the target would choose."""
     changes = (
         not expanded.no_penalties
@@ -97,7 +103,7 @@ def _masked_logits(logits: torch.Tensor, expanded: Any, sampler: Any) -> torch.T
 
 
 def _logprobs_of(
-    emitted: torch.Tensor, raw: torch.Tensor, num_logprobs: int, sampler: Any
+    emitted: torch.Tensor, raw: torch.Tensor, num_logprobs: int, sampler: "Sampler"
 ) -> LogprobsTensors:
     """Log-probabilities of tokens that need not be the target's draws, from its raw logits."""
     values = raw if sampler.logprobs_mode == "raw_logits" else sampler.compute_logprobs(raw)
@@ -120,7 +126,7 @@ def emitting_rows(batch: DraftBatch, walk: Walk) -> np.ndarray:
     return np.where(walk.emitted >= 0, roots + 1 + nodes, 0).reshape(-1)
 
 
-def expand_metadata(metadata: Any, batch: DraftBatch) -> Any:
+def expand_metadata(metadata: "SamplingMetadata", batch: DraftBatch) -> "SamplingMetadata":
     """One row of sampling metadata for each row of the step."""
     of_row = torch.from_numpy(batch.request_of_row).to(metadata.repetition_penalties.device)
 
@@ -174,7 +180,9 @@ def _histories(output: Sequence[list[int]], batch: DraftBatch) -> list[list[int]
     return histories
 
 
-def _minimum_lengths(processors: Any, batch: DraftBatch, device: torch.device) -> Any:
+def _minimum_lengths(
+    processors: LogitsProcessors, batch: DraftBatch, device: torch.device
+) -> LogitsProcessors:
     """vLLM's ``min_tokens`` masks, for rows instead of requests."""
     result = []
     for processor in processors.non_argmax_invariant:

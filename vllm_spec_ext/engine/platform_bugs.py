@@ -11,10 +11,10 @@ logger = logging.getLogger("vllm.spec_ext")
 def chain_sampling_is_broken(device: torch.device) -> bool:
     """Whether vLLM's rejection sampler reads wrong sampling parameters on this device.
 
-    On vLLM 0.32's CPU platform ``expand_batch_to_tokens`` (v1/sample/rejection_sampler.py:581)
-    writes its result into a converted copy (utils/cpu_triton_utils.py:390), so temperature, top-k
-    and top-p of draft rows are uninitialised memory. Our methods then judge sampled chains by the
-    target's own samples instead, as they do with trees.
+    On vLLM 0.32's CPU platform ``expand_batch_to_tokens`` writes its result into a converted copy
+    (``cpu_triton_utils._expand_kernel_impl``), so temperature, top-k and top-p of draft rows are
+    uninitialised memory. Our methods then judge sampled chains by the target's own samples
+    instead, as they do with trees.
     """
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 

@@ -157,7 +157,7 @@ def install_request_validation() -> None:
         return
 
     @functools.wraps(original)
-    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
         params = request.sampling_params
         if not isinstance(self.speculative_config, SpecExtConfig) or params is None:

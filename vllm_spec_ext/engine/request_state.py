@@ -3,7 +3,7 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from vllm_spec_ext.engine.spec_config import MethodSettings
 from vllm_spec_ext.errors import RequestOptionError
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.scorers.narrow import narrow
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -28,7 +31,7 @@ class RequestState:
     exact_ids: NDArray[np.int64]  # stop and EOS ids: only an exact match accepts these
 
 
-def read_request(params: Any, settings: MethodSettings) -> RequestState:
+def read_request(params: "SamplingParams", settings: MethodSettings) -> RequestState:
     """Parse a request's ``SamplingParams``.
 
     The front end has refused bad options already; what went around it runs with defaults.

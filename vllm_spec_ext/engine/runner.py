@@ -2,7 +2,7 @@
 """The runner mixin: turns vLLM's V1 model runner into one that feeds our proposers.
 
 Every override calls ``super()`` or replaces a step that vLLM reserves for the drafter; none copies
-vLLM code. Methods and line numbers are those of vLLM 0.32 v1/worker/gpu_model_runner.py.
+vLLM code. Each has the name of the method of ``GPUModelRunner`` that it replaces (vLLM 0.32).
 """
 
 import functools
@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -40,6 +40,20 @@ from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext, StepOu
 from vllm_spec_ext.scorers.rules import is_strict
 from vllm_spec_ext.scorers.tree import Walk
 
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import SamplerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.utils import CpuGpuBuffer
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
 logger = logging.getLogger("vllm.spec_ext")
 
 GREEDY_BELOW = 1e-5  # vLLM's own threshold, v1/sample/sampler.py `_SAMPLING_EPS`
@@ -48,18 +62,19 @@ GREEDY_BELOW = 1e-5  # vLLM's own threshold, v1/sample/sampler.py `_SAMPLING_EPS
 class SpecRunnerMixin:
     """Mixed in front of ``CPUModelRunner`` or ``GPUModelRunner`` by :func:`specialise`."""
 
-    # Attributes of vLLM's runner that the overrides read.
+    # Attributes of vLLM's runner that the overrides read; listed in compat/reads.py.
     drafter: Drafter
     device: torch.device
-    input_batch: Any
-    requests: dict[str, Any]
-    sampler: Any
+    input_batch: "InputBatch"
+    requests: dict[str, "CachedRequestState"]
+    sampler: "Sampler"
     max_model_len: int
     speculative_config: SpecExtConfig
-    vllm_config: Any
-    cudagraph_dispatcher: Any
-    query_start_loc: Any
-    discard_request_mask: Any
+    vllm_config: "VllmConfig"
+    cudagraph_dispatcher: "CudagraphDispatcher"
+    query_start_loc: "CpuGpuBuffer"
+    discard_request_mask: "CpuGpuBuffer"
+    get_kv_cache_spec: Callable[[], dict[str, "KVCacheSpec"]]
 
     _states: dict[str, RequestState]
     _trees: dict[str, tuple[list[int], list[int]]]  # tokens and parents of branching drafts
@@ -90,8 +105,10 @@ class SpecRunnerMixin:
 
     # -- KV cache ------------------------------------------------------------------------------
 
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        """l.7055: add the scratch blocks of draft trees behind the request blocks."""
+    def initialize_kv_cache(
+        self, kv_cache_config: "KVCacheConfig", *args: Any, **kwargs: Any
+    ) -> None:
+        """Add the scratch blocks of draft trees behind the request blocks."""
         num_scratch = self.drafter.num_scratch_blocks
         is_profiling = bool(args and args[0]) or kwargs.get("is_profiling", False)
         if not num_scratch or is_profiling:
@@ -108,8 +125,8 @@ class SpecRunnerMixin:
 
     # -- before the forward pass ---------------------------------------------------------------
 
-    def _update_states(self, scheduler_output: Any) -> Callable[[], None] | None:
-        """l.1172: requests come and go; free the proposer's state of those that went."""
+    def _update_states(self, scheduler_output: "SchedulerOutput") -> Callable[[], None] | None:
+        """Requests come and go; free the proposer's state of those that went."""
         gone = set(scheduler_output.finished_req_ids)
         gone.update(scheduler_output.preempted_req_ids or ())
         if gone:
@@ -122,8 +139,10 @@ class SpecRunnerMixin:
                 self._trees.pop(request_id, None)
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 
-    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
-        """l.1920: where drafts branch, replace vLLM's chain layout by a tree plan."""
+    def _prepare_inputs(
+        self, scheduler_output: "SchedulerOutput", num_scheduled_tokens: np.ndarray
+    ) -> Any:
+        """Where drafts branch, replace vLLM's chain layout by a tree plan."""
         self._step_start = time.perf_counter()
         result = super()._prepare_inputs(  # type: ignore[misc]
             scheduler_output, num_scheduled_tokens
@@ -168,7 +187,7 @@ class SpecRunnerMixin:
         return parents if is_branching(parents) else None
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        """l.3718: a full CUDA graph has a fixed number of requests, so not with virtual ones."""
+        """A full CUDA graph has a fixed number of requests, so not with virtual ones."""
         if self._tree_attention is None or self._tree_attention.plan is None:
             return super()._determine_batch_execution_and_padding(  # type: ignore[misc]
                 *args, **kwargs
@@ -180,14 +199,16 @@ class SpecRunnerMixin:
 
     # -- verification --------------------------------------------------------------------------
 
-    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-        """l.3437: trees are judged by the target's own samples, chains by vLLM's sampler.
+    def _sample(
+        self, logits: torch.Tensor | None, spec_decode_metadata: "SpecDecodeMetadata | None"
+    ) -> "SamplerOutput":
+        """Trees are judged by the target's own samples, chains by vLLM's sampler.
 
         Drafts that were drawn from laws which the proposer gave are judged with these.
 
         A step without any draft is sampled plainly: vLLM sends it through its rejection sampler
         too, which fails on an empty batch of draft rows when a request asks for top-k on CPU
-        (v1/sample/ops/topk_topp_sampler.py:529).
+        (``apply_top_k_only``).
         """
         self._last_walk = None
         self._hold_back_generators()
@@ -257,8 +278,10 @@ class SpecRunnerMixin:
         }
         return {row: laws for row, laws in found.items() if laws is not None}
 
-    def _get_spec_decode_draft_probs(self, spec_decode_metadata: Any) -> torch.Tensor | None:
-        """l.4719: laws of all draft rows for vLLM's rejection sampler; one-hot where none is."""
+    def _get_spec_decode_draft_probs(
+        self, spec_decode_metadata: "SpecDecodeMetadata"
+    ) -> torch.Tensor | None:
+        """Laws of all draft rows for vLLM's rejection sampler; one-hot where none is."""
         laws = self._draft_laws(self._greedy_requests())
         if not laws:
             return None
@@ -315,8 +338,10 @@ class SpecRunnerMixin:
 
     # -- drafting ------------------------------------------------------------------------------
 
-    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        """l.4288: vLLM drops the drafts of *all* requests when one nears ``max_model_len``.
+    def _input_fits_in_drafter(
+        self, common_attn_metadata: "CommonAttentionMetadata | None"
+    ) -> bool:
+        """vLLM drops the drafts of *all* requests when one nears ``max_model_len``.
 
         Ours are limited request by request instead, see :meth:`_request_step`.
         """
@@ -324,17 +349,17 @@ class SpecRunnerMixin:
 
     def propose_draft_token_ids(
         self,
-        scheduler_output: Any,
+        scheduler_output: "SchedulerOutput",
         sampled_token_ids: list[list[int]],
-        sampling_metadata: Any,
+        sampling_metadata: "SamplingMetadata",
         hidden_states: torch.Tensor,
         sample_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
-        spec_decode_metadata: Any,
-        common_attn_metadata: Any,
+        spec_decode_metadata: "SpecDecodeMetadata | None",
+        common_attn_metadata: "CommonAttentionMetadata | None",
         slot_mappings: Any,
     ) -> list[list[int]]:
-        """l.4748: draft tokens of each request of the batch, in batch order.
+        """Draft tokens of each request of the batch, in batch order.
 
         Args:
             sampled_token_ids: New tokens of each request; empty for rows of an unfinished prefill.
@@ -511,7 +536,7 @@ class SpecRunnerMixin:
 
 
 @contextmanager
-def _no_full_graph(dispatcher: Any) -> Iterator[None]:
+def _no_full_graph(dispatcher: "CudagraphDispatcher") -> Iterator[None]:
     """Keep vLLM's CUDA graph dispatcher from choosing a full graph."""
     from vllm.config import CUDAGraphMode
 
@@ -529,12 +554,12 @@ def _no_full_graph(dispatcher: Any) -> Iterator[None]:
         del dispatcher.dispatch
 
 
-def specialise(runner: Any) -> None:
+def specialise(runner: "GPUModelRunner") -> None:
     """Give a freshly built V1 model runner our overrides.
 
     vLLM's CPU worker builds its runner in ``init_device`` and offers no factory to override
-    (vLLM 0.32 v1/worker/cpu_worker.py:161), so the class is exchanged after construction.
+    (vLLM 0.32 ``CPUWorker.init_device``), so the class is exchanged after construction.
     """
     base = type(runner)
     runner.__class__ = type(f"Spec{base.__name__}", (SpecRunnerMixin, base), {})
-    runner.init_spec_ext()
+    cast(SpecRunnerMixin, runner).init_spec_ext()

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the user's JSON to the configuration object that vLLM carries into every process.
 
-Inside vLLM our methods are its official ``custom_class`` (vLLM 0.32 config/speculative.py:1230),
-which makes it take the V1 runner, leave asynchronous scheduling off and build our drafter itself.
+Inside vLLM our methods are its official ``custom_class`` (vLLM 0.32
+``SpeculativeConfig.__post_init__``), which makes it take the V1 runner, leave asynchronous
+scheduling off and build our drafter itself.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, SerializeAsAny, SkipValidation
 from vllm.config.speculative import SpeculativeConfig
@@ -30,6 +31,11 @@ from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import ProposerInfo, TargetFacts
 from vllm_spec_ext.scorers.rules import check_rule, is_strict, parse_rule
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+    from vllm.config.parallel import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 DRAFTER_CLASS = "vllm_spec_ext.engine.drafter.Drafter"
 
@@ -147,7 +153,10 @@ def _num_draft_tokens(vllm_options: Mapping[str, Any], found: ProposerInfo) -> i
 
 
 def build_spec_config(
-    engine_args: Any, method: str, target_model_config: Any, target_parallel_config: Any
+    engine_args: "EngineArgs",
+    method: str,
+    target_model_config: "ModelConfig",
+    target_parallel_config: "ParallelConfig",
 ) -> SpecExtConfig:
     """What the wrapped ``EngineArgs.create_speculative_config`` returns for our methods.
 

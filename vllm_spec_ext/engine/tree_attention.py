@@ -12,7 +12,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,17 +20,24 @@ from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
 from vllm_spec_ext.engine.tree_plan import TreePlan
 
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.utils import AttentionGroup
+
 logger = logging.getLogger("vllm.spec_ext")
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 """Attention backends that keep the contract above; the tests hold their builders to it."""
 
 
-def with_scratch(kv_cache_config: Any, num_scratch: int) -> Any:
+def with_scratch(kv_cache_config: "KVCacheConfig", num_scratch: int) -> "KVCacheConfig":
     """A copy of vLLM's ``KVCacheConfig`` with more blocks at the end of every layer's cache.
 
     Layer-outermost layouts keep each layer contiguous, so their strides and offsets grow with the
-    number of blocks; block-outermost ones only get longer (v1/kv_cache_interface.py:1409).
+    number of blocks; block-outermost ones only get longer (vLLM 0.32 ``KVCacheTensor``).
     """
     result = deepcopy(kv_cache_config)
     old, new = result.num_blocks, result.num_blocks + num_scratch
@@ -46,7 +53,7 @@ def with_scratch(kv_cache_config: Any, num_scratch: int) -> Any:
     return result
 
 
-def unsupported_reason(runner: Any) -> str | None:
+def unsupported_reason(runner: "GPUModelRunner") -> str | None:
     """Why this runner cannot verify branches; None if it can."""
     groups = [group for groups in runner.attn_groups for group in groups]
     if len(groups) != 1:
@@ -83,7 +90,7 @@ def unsupported_reason(runner: Any) -> str | None:
 class TreeAttention:
     """The scratch blocks of one runner and the plan of its current step."""
 
-    def __init__(self, runner: Any, scratch: Sequence[int]) -> None:
+    def __init__(self, runner: "GPUModelRunner", scratch: Sequence[int]) -> None:
         """Hook into the runner's only attention group.
 
         Args:
@@ -141,7 +148,7 @@ class TreeAttention:
             for source, first, end in runs:
                 blocks[first:end] = blocks[source]
 
-    def _wrap_write(self, impl: Any) -> None:
+    def _wrap_write(self, impl: "CPUAttentionBackendImpl") -> None:
         """After a layer wrote its KV, write the shared ancestors into the scratch blocks too."""
         write = impl.do_kv_cache_update
 
@@ -159,15 +166,16 @@ class TreeAttention:
 
         impl.do_kv_cache_update = do_kv_cache_update
 
-    def _wrap_metadata(self, group: Any) -> None:
+    def _wrap_metadata(self, group: "AttentionGroup") -> None:
         """Give the metadata builder one virtual request a segment."""
         build = group.build_metadata
 
-        def build_metadata(common: Any, *args: Any, **kwargs: Any) -> Any:
+        def build_metadata(common: "CommonAttentionMetadata", *args: Any, **kwargs: Any) -> Any:
             if self.plan is None:
                 return build(common, *args, **kwargs)
             # Not ahead of time: FlashAttention 3's schedule goes into a buffer made for the
-            # engine's number of requests (vLLM 0.32 v1/attention/backends/flash_attn.py:665).
+            # engine's number of requests
+            # (vLLM 0.32 FlashAttentionMetadataBuilder._store_scheduler_metadata).
             return build(expand_attention(common, self.plan), *args, fast_build=True, **kwargs)
 
         group.build_metadata = build_metadata
@@ -184,7 +192,9 @@ def copy_runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def expand_attention(common: Any, plan: TreePlan) -> Any:
+def expand_attention(
+    common: "CommonAttentionMetadata", plan: TreePlan
+) -> "CommonAttentionMetadata":
     """vLLM's ``CommonAttentionMetadata`` with virtual requests in place of the batch's."""
     device = common.block_table_tensor.device
     of = _tensor(plan.request_of, device)

@@ -3,14 +3,14 @@
 
 from typing import Any
 
-from vllm_spec_ext.engine.runner import specialise
+from vllm_spec_ext.engine.runner import SpecRunnerMixin, specialise
 from vllm_spec_ext.engine.step_log import StepLog
 
 
 class SpecWorkerMixin:
     """Mixed in front of vLLM's worker; installed by ``parallel_config.worker_cls``."""
 
-    model_runner: Any
+    model_runner: SpecRunnerMixin  # once init_device has specialised it
 
     def init_device(self) -> None:
         """Build vLLM's runner, then give it our overrides."""

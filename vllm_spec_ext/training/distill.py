@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
@@ -30,6 +30,9 @@ from vllm_spec_ext.training.shards import (
 )
 from vllm_spec_ext.training.target import context_of, pick_device
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 RECORDING = "recording"  # folder for the states of the requests that are running
 
 
@@ -41,7 +44,7 @@ class Generator(Protocol):
 
 
 def tokenise_prompts(
-    tokenizer: Any,
+    tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[str],
     config: BlockwiseTraining,
     report: Callable[[str], None] = print,
@@ -253,7 +256,7 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
     return FromVllm()
 
 
-def transformers_generator(config: BlockwiseTraining, model: Any) -> Generator:
+def transformers_generator(config: BlockwiseTraining, model: "PreTrainedModel") -> Generator:
     """Continues with Hugging Face ``generate`` in batches of similar length, left-padded.
 
     Args:
