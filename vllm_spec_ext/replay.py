@@ -16,6 +16,7 @@ import numpy as np
 from vllm_spec_ext.config import RequestOptions
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.base import (
+    UNSALTED,
     Draft,
     EngineHandle,
     IntArray,
@@ -218,6 +219,7 @@ def _step_of(request: _Running, engine: EngineHandle) -> RequestStep:
         new_tokens=request.tokens[request.length - request.new : request.length].tolist(),
         room=min(engine.num_speculative_tokens, engine.max_model_len - request.length - 1),
         options=RequestOptions(),
+        share_group=UNSALTED,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_spec_ext.config import InputCopyOptions, InputCopyRequest
 from vllm_spec_ext.errors import RequestOptionError
-from vllm_spec_ext.proposers.base import EngineHandle, RequestStep, StepContext
+from vllm_spec_ext.proposers.base import UNSALTED, EngineHandle, RequestStep, StepContext
 from vllm_spec_ext.proposers.chat_markers import find_chat_markers
 from vllm_spec_ext.proposers.input_copy import InputCopy
 
@@ -65,19 +65,26 @@ class Session:
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
         self.request = request or InputCopyRequest()
+        self.share_group: str | None = UNSALTED
 
-    def next_request(self, prompt: Sequence[int], request: InputCopyRequest | None = None) -> None:
+    def next_request(
+        self,
+        prompt: Sequence[int],
+        request: InputCopyRequest | None = None,
+        share_group: str | None = UNSALTED,
+    ) -> None:
         """End the request and begin another."""
         self.proposer.finish(["r"])
+        self.share_group = share_group
         self.tokens, self.num_prompt = list(prompt), len(prompt)
         self.request = request or InputCopyRequest()
 
     def say(self, *new: int, room: int = 32) -> list[int]:
         """Give the target's new tokens; returns the draft."""
         self.tokens += new
-        step = RequestStep(
-            "r", np.array(self.tokens, np.int32), self.num_prompt, new, room, self.request
-        )
+        ids = np.array(self.tokens, np.int32)
+        group = self.share_group
+        step = RequestStep("r", ids, self.num_prompt, new, room, self.request, share_group=group)
         (draft,) = self.proposer.propose(StepContext([step]))
         assert draft.parents is None
         return draft.tokens.tolist()
@@ -219,6 +226,36 @@ def test_requests_may_keep_their_answer_to_themselves() -> None:
     session.say(50, 51, 52)
     session.next_request([2])
     assert session.say(50) == []
+
+
+def test_answers_are_lent_within_a_share_group_alone() -> None:
+    session = Session([1], earlier_answers=1000)
+    groups = ["a", "b", UNSALTED, None]
+    for i, group in enumerate(groups):
+        session.next_request([1], share_group=group)
+        assert session.say(50) == [], "nobody before was of this group"
+        session.say(60 + i)
+    for i, group in enumerate(groups):
+        session.next_request([1], share_group=group)
+        assert session.say(50, room=1) == ([] if group is None else [60 + i])
+
+
+def test_groups_of_earlier_answers_are_bounded() -> None:
+    session = Session([1], earlier_answers=100, max_cache_salts=3)
+    session.say(50, 40)
+    for i in range(1000):
+        session.next_request([1], share_group=f"salt {i}")
+        session.say(50, 100 + i % 800)
+        if i % 2:
+            session.next_request([1], share_group="kept")
+            session.say(50, 30)
+        assert session.proposer._answers.num_groups <= 1 + 3
+        assert len(session.proposer._answers) <= 4 * 101
+    session.next_request([1], share_group="salt 500")
+    assert session.say(50) == [], "unused for long, forgotten"
+    for group, token in (("salt 999", 299), ("kept", 30), (UNSALTED, 40)):
+        session.next_request([1], share_group=group)
+        assert session.say(50, room=1) == [token], group
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 40])

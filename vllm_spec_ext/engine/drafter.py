@@ -3,6 +3,7 @@
 
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -31,6 +32,17 @@ def num_scratch_blocks(tree: bool, num_draft_tokens: int, max_num_seqs: int) -> 
     return min(max_num_seqs, _MAX_TREES) * num_draft_tokens if tree else 0
 
 
+def _close(proposer: Any) -> None:
+    """Let a proposer save what it keeps; those of third parties need no such method."""
+    close = getattr(proposer, "close", None)
+    if close is None:
+        return
+    try:
+        close()
+    except Exception:  # the engine ends, or goes on with a fresh proposer, all the same
+        logger.exception("vllm-spec-ext: a proposer could not be closed")
+
+
 class Drafter:
     """Owns the proposer of one engine; the runner mixin is its only caller."""
 
@@ -46,6 +58,7 @@ class Drafter:
         self._options = settings.options
         self._proposer = registry.load(settings.method)(settings.options)
         self._engine: EngineHandle | None = None
+        self._close_proposer: weakref.finalize[Any, Any] | None = None
         self.needs = self._proposer.needs
         self.num_scratch_blocks = num_scratch_blocks(
             self.info.tree,
@@ -54,6 +67,7 @@ class Drafter:
         )
         self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
         parallel = vllm_config.parallel_config
+        self._is_first_process = parallel.rank == 0 and parallel.data_parallel_index == 0
         # All ranks of a group draft alike; one of them counts.
         folder = settings.counter_folder if parallel.rank == 0 else None
         self._counters = CounterWriter(folder, parallel.data_parallel_index)
@@ -70,8 +84,9 @@ class Drafter:
             load_tokenizer=partial(load_tokenizer, self._vllm_config.model_config),
             target=target_model,
             device=next(target_model.parameters()).device,
+            may_write_files=self._is_first_process,
         )
-        self._proposer.start(self._engine)
+        self._start()
         logger.info(
             "vllm-spec-ext: method %s, up to %d draft tokens a step, %s, drafts %s",
             self.info.name,
@@ -141,6 +156,17 @@ class Drafter:
 
     def reset(self) -> None:
         """Forget everything learned from requests: a fresh proposer, warmed up anew."""
-        assert self._engine is not None
+        self.close()
         self._proposer = registry.load(self.info.name)(self._options)
+        self._start()
+
+    def _start(self) -> None:
+        assert self._engine is not None
         self._proposer.start(self._engine)
+        # Where nobody calls close(), when this object goes or the interpreter ends.
+        self._close_proposer = weakref.finalize(self, _close, self._proposer)
+
+    def close(self) -> None:
+        """End the proposer's life; calls after the first do nothing."""
+        if self._close_proposer is not None:
+            self._close_proposer()
