@@ -155,7 +155,10 @@ class Drafter:
         self._proposer.finish(request_ids)
 
     def reset(self) -> None:
-        """Forget everything learned from requests: a fresh proposer, warmed up anew."""
+        """Forget everything learned from requests: a fresh proposer, warmed up anew.
+
+        As after a restart: what the old one saved when it was closed, the new one may read.
+        """
         self.close()
         self._proposer = registry.load(self.info.name)(self._options)
         self._start()
