@@ -85,7 +85,7 @@ class Learner:
         if not (self.per_request or self.is_shared):
             return [-1] * len(requests)
         current = {request.request_id for request in requests}
-        shared = {None: NO_SLOT}
+        shared: dict[str | None, int] = {None: NO_SLOT}
         if self.is_shared:
             shared = self.groups.slots(r.share_group for r in requests if r.options.enabled)
         slots = []

@@ -4,6 +4,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ def test_one_process_of_a_deployment_writes_the_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "overlay.safetensors"
-    options = {"overlay_file": str(path), "overlay_save_every": 1}
+    options: dict[str, Any] = {"overlay_file": str(path), "overlay_save_every": 1}
     first = started(**options)
     drafts(first, request("u", UNSALTED, 10))
     saved = path.read_bytes()
