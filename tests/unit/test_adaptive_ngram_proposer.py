@@ -245,6 +245,8 @@ RECORDINGS = [Recording([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6] * 4, "x"), Record
 class Oracle:
     """Drafts the right chain of two tokens at every step."""
 
+    info = AdaptiveNgram.info
+
     def __init__(self) -> None:
         self.seen: list[StepOutcome] = []
 

@@ -12,6 +12,7 @@ from vllm_spec_ext.errors import RequestOptionError
 from vllm_spec_ext.proposers.base import UNSALTED, EngineHandle, RequestStep, StepContext
 from vllm_spec_ext.proposers.chat_markers import find_chat_markers
 from vllm_spec_ext.proposers.input_copy import InputCopy
+from vllm_spec_ext.replay import Recording, replay
 
 PAPER: dict[str, Any] = {
     "near": 0,
@@ -397,3 +398,16 @@ def test_state_is_freed_and_a_resumed_request_starts_over() -> None:
     assert session.proposer._copies == {}
     # After a preemption the whole output comes as old tokens; the cursor is found again.
     assert session.say(11, 12) == SOURCE[3:]
+
+
+def test_replay_shows_what_sharing_gains() -> None:
+    recording = Recording([1, 2], [50, 51, 52, 53, 54, 55, 56, 57])
+    steps = []
+    for earlier_answers in (1000, 0):
+        proposer = InputCopy(InputCopyOptions(earlier_answers=earlier_answers))
+        engine = EngineHandle(1000, 4096, 1, 32, "none", lambda: None)
+        proposer.start(engine)
+        steps.append(replay(proposer, [recording] * 3, engine).num_steps)
+    # The second request ends in its first step, whose tokens a replay shows to nobody: for the third
+    # one the latest answer that opened alike has nothing more to lend.
+    assert steps == [7 + 1 + 2, 7 * 3]
