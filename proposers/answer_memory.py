@@ -4,16 +4,23 @@
 Requests made from one template get answers that open, comment and close in the same words. Every
 answer stands behind a separator, so that the openings can be found too: an answer's first token
 agrees in two places with an answer that began alike.
+
+What one user was answered must not be drafted for another, as acceptance would tell: each share
+group has a memory of its own.
 """
+
+from collections import OrderedDict
 
 import numpy as np
 
-from vllm_spec_ext.proposers.base import IntArray
+from vllm_spec_ext.proposers.base import UNSALTED, IntArray
 from vllm_spec_ext.proposers.occurrence_index import Match, OccurrenceIndex
+
+_FIRST_ROOM = 1024  # tokens; a group with few answers must not cost as much as one with many
 
 
 class AnswerMemory:
-    """The latest answers, the oldest forgotten first."""
+    """The latest answers of one group, the oldest forgotten first."""
 
     def __init__(self, limit: int, separator: int) -> None:
         """Start empty.
@@ -25,7 +32,7 @@ class AnswerMemory:
         self._limit = limit
         self._separator = np.array([separator], np.int32)
         self._answers: list[tuple[IntArray, IntArray]] = []  # as they are and folded, oldest first
-        self._index = OccurrenceIndex(limit + 1)
+        self._index = OccurrenceIndex(min(limit + 1, _FIRST_ROOM))
         self._tokens = np.empty(limit + 1, np.int32)  # of the index, not folded
 
     def __len__(self) -> int:
@@ -79,6 +86,60 @@ class AnswerMemory:
                 break
             kept.append(entry)
         self._answers = kept[::-1]
-        self._index = OccurrenceIndex(self._limit + 1)
+        self._index = OccurrenceIndex(len(self._index))
         for entry in self._answers:
             self._append(*entry)
+
+
+class AnswerMemories:
+    """One memory for each share group; of those with a salt, the latest used ones are kept."""
+
+    def __init__(self, limit: int, max_salted: int, separator: int) -> None:
+        """Start empty.
+
+        Args:
+            limit: Most tokens that are kept of each group; 0 = nothing is kept.
+            max_salted: Most groups beside the one of requests without a salt.
+            separator: As of :class:`AnswerMemory`.
+        """
+        self._limit = limit
+        self._max_salted = max_salted
+        self._separator = separator
+        self._memories: OrderedDict[str, AnswerMemory] = OrderedDict()  # latest used last
+
+    def __len__(self) -> int:
+        return sum(map(len, self._memories.values()))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of which something is known."""
+        return len(self._memories)
+
+    def of(self, group: str | None) -> AnswerMemory | None:
+        """What requests of a group may see; None if that is nothing."""
+        memory = None if group is None else self._memories.get(group)
+        if memory is not None and group is not None:
+            self._memories.move_to_end(group)
+        return memory
+
+    def add(self, group: str | None, answer: IntArray, folded: IntArray) -> None:
+        """Remember the end of an answer for requests of its group.
+
+        Args:
+            group: Whose answer; None = it is forgotten.
+            answer: [n] int32 tokens.
+            folded: [n] int32 tokens as they are compared.
+        """
+        if group is None or not self._limit or not len(answer):
+            return
+        memory = self.of(group)
+        if memory is None:
+            memory = self._memories[group] = AnswerMemory(self._limit, self._separator)
+            self._forget_a_group()
+        memory.add(answer, folded)
+
+    def _forget_a_group(self) -> None:
+        """The salted group unused for longest makes room for one that just came."""
+        salted = [group for group in self._memories if group != UNSALTED]
+        if len(salted) > self._max_salted:
+            del self._memories[salted[0]]

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 IntArray = NDArray[np.int32]
 Drawn = Literal["iid", "without_replacement"]
 
+UNSALTED = ""
+"""The share group of requests without a ``cache_salt``, where the operator lets these share."""
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -81,6 +84,11 @@ class RequestStep:
     options: RequestOptions = field(default_factory=RequestOptions)
     temperature: float = 0.0
     seed: int | None = None  # of the request's sampling
+    share_group: str | None = None
+    """Who may see what this request said: what a proposer keeps of a request's tokens, it may use
+    for requests of the same group alone; None = for no other request. :data:`UNSALTED`, or one
+    group for each ``cache_salt``. A draft shows what it was made of: a step that accepts many
+    tokens tells one user what another was answered."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -123,6 +131,7 @@ class TargetFacts:
     hidden_size: int | None  # None = its configuration does not say
     num_speculative_tokens: int
     load_tokenizer: Callable[[], object | None]  # as of EngineHandle
+    share_unsalted: bool = True  # requests without a cache_salt are of one share group
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,9 @@ class EngineHandle:
     ]  # Hugging Face tokenizer; None if the engine has none
     target: "torch.nn.Module | None" = None
     device: "torch.device | None" = None
+    may_write_files: bool = True
+    """False in all processes of a deployment but one: with data parallelism each replica has a
+    proposer, and all have the same options. Files may be read everywhere."""
 
 
 class Proposer(Protocol):
@@ -146,6 +158,7 @@ class Proposer(Protocol):
 
     Rules: at most ``RequestStep.room`` nodes; deterministic given inputs and seed; state only for
     requests that were seen in ``propose`` and not yet finished; on any doubt an empty draft.
+    What was learned of a request's tokens serves requests of the same ``share_group`` alone.
     The class is built with the method's validated options as its only argument. Its module must
     import neither numba nor torch at the top: the front end and the command line load it for its
     ``info``, and vLLM's CPU worker cannot start once numba is loaded (see
@@ -255,6 +268,13 @@ class BaseProposer(ABC):
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """No state to free."""
+
+    def close(self) -> None:
+        """The end: nothing is called after this, so save what is to be kept.
+
+        Called once, when the engine shuts down or a fresh proposer takes this one's place. Not
+        part of :class:`Proposer`: a class without it is just dropped.
+        """
 
     @staticmethod
     def resolve_request(

@@ -20,7 +20,7 @@ import numpy as np
 from vllm_spec_ext.config import InputCopyOptions, InputCopyRequest
 from vllm_spec_ext.errors import RequestOptionError
 from vllm_spec_ext.proposers.acceptance_rates import AcceptanceRates
-from vllm_spec_ext.proposers.answer_memory import AnswerMemory
+from vllm_spec_ext.proposers.answer_memory import AnswerMemories, AnswerMemory
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,
@@ -72,7 +72,8 @@ class _Copy:
     source: IntArray  # [n] int32
     source_index: OccurrenceIndex
     output_index: OccurrenceIndex
-    remember: bool  # the answer, for later requests
+    remember: bool  # the answer, for later requests of the group
+    share_group: str | None
     output: list[int] = field(default_factory=list)  # tokens as they are
     cursor: int = 0  # next source token to draft; _LOST while the output is not in the source
     num_agreeing: int = 0  # output tokens that led to the cursor
@@ -121,7 +122,9 @@ class InputCopy(BaseProposer):
         self._folded = np.arange(engine.vocab_size, dtype=np.int32)
         if self.options.fold_case:
             self._folded = fold_vocabulary(tokenizer, engine.vocab_size)
-        self._answers = AnswerMemory(self.options.earlier_answers, separator=engine.vocab_size)
+        self._answers = AnswerMemories(
+            self.options.earlier_answers, self.options.max_cache_salts, engine.vocab_size
+        )
         warm_up()
 
     def propose(self, step: StepContext) -> list[Draft]:
@@ -141,7 +144,7 @@ class InputCopy(BaseProposer):
             copy = self._copies.pop(request_id, None)
             if copy is not None and copy.remember:
                 answer = np.asarray(copy.output, np.int32)
-                self._answers.add(answer, copy.output_index.tokens)
+                self._answers.add(copy.share_group, answer, copy.output_index.tokens)
 
     def _propose_one(self, request: RequestStep, min_probability: float | None) -> Draft:
         if not request.options.enabled:
@@ -161,13 +164,14 @@ class InputCopy(BaseProposer):
             return EMPTY_DRAFT
         own = self._find_again(copy) if copy.cursor == _LOST else None
         num_agreeing = copy.num_agreeing if own is None else own.length
-        earlier = self._earlier_match(copy, num_agreeing)
-        if earlier is not None:
+        answers = self._answers.of(copy.share_group)
+        earlier = self._earlier_match(answers, copy, num_agreeing)
+        if answers is not None and earlier is not None:
             kind = _EARLIER + min(earlier.length, 4) - 1
             room = self._limit(kind, earlier.length, request.room, min_probability)
             if room:
                 copy.kind = kind
-                return chain(self._answers.following(earlier, room))
+                return chain(answers.following(earlier, room))
         if own is not None:
             copy.kind = _OWN + min(own.length, 3) - 1
             room = self._limit(copy.kind, own.length, request.room, min_probability)
@@ -207,7 +211,7 @@ class InputCopy(BaseProposer):
         index = OccurrenceIndex(len(source))
         index.append(self._folded[source])
         remember = options.remember and self.options.earlier_answers > 0
-        return _Copy(source.copy(), index, OccurrenceIndex(), remember)
+        return _Copy(source.copy(), index, OccurrenceIndex(), remember, request.share_group)
 
     def _find_again(self, copy: _Copy) -> Match | None:
         """Set the cursor where the end of the output occurs in the source.
@@ -255,15 +259,17 @@ class InputCopy(BaseProposer):
         least = max(options.min_ngram, options.output_min_ngram)
         return own if own.length >= least else None
 
-    def _earlier_match(self, copy: _Copy, num_agreeing: int) -> Match | None:
+    def _earlier_match(
+        self, answers: AnswerMemory | None, copy: _Copy, num_agreeing: int
+    ) -> Match | None:
         """An earlier answer that agrees in more tokens than the other sources do."""
-        if not len(self._answers) or num_agreeing >= self.options.max_ngram:
+        if answers is None or num_agreeing >= self.options.max_ngram:
             return None
-        match = self._answers.longest(copy.output_index.tokens, self.options.max_ngram)
+        match = answers.longest(copy.output_index.tokens, self.options.max_ngram)
         if match.length < self.options.min_ngram or match.length <= num_agreeing:
             return None
         # The same end of an answer, with nothing behind it, says nothing.
-        return match if len(self._answers.following(match, 1)) else None
+        return match if len(answers.following(match, 1)) else None
 
     @staticmethod
     def resolve_request(options: Any, prompt: IntArray, tokenizer: Any) -> InputCopyRequest:

@@ -110,8 +110,13 @@ class InputCopyOptions(MethodOptions):
 
     earlier_answers: int = Field(default=16_384, ge=0)
     """Tokens of earlier requests' answers that are kept to copy from where they agree in more
-    tokens than everything else: answers to one template open and comment alike. How fast a request
-    is then depends on others' texts, as with a prefix cache; 0 keeps none."""
+    tokens than everything else: answers to one template open and comment alike. Kept apart for
+    each ``cache_salt``; requests without one share on a server only with ``share_unsalted``. 0
+    keeps none."""
+
+    max_cache_salts: int = Field(default=16, ge=1, le=4096)
+    """Number of ``cache_salt`` values whose earlier answers are kept at a time; the one unused for
+    longest is forgotten first. Requests without a salt do not count."""
 
     @model_validator(mode="after")
     def _check_ngrams(self) -> Self:
@@ -144,7 +149,8 @@ class InputCopyRequest(RequestOptions):
     """As ``source_text``, already tokenised."""
 
     remember: bool = True
-    """Keep this request's answer for later requests to copy from (``earlier_answers``)."""
+    """Keep this request's answer for later requests with the same ``cache_salt`` to copy from
+    (``earlier_answers``)."""
 
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
@@ -172,11 +178,17 @@ class AdaptiveNgramOptions(MethodOptions):
     prompt and the output alone."""
 
     overlay: Literal["request", "shared", "both", "none"] = "request"
-    """What adapts: a table of each request alone, one shared by all requests (their phrases then
-    influence each other's speed), both, or none (the corpus alone)."""
+    """What adapts: a table of each request alone, one shared by requests with the same
+    ``cache_salt`` (their phrases then influence each other's speed), both, or none (the corpus
+    alone). Requests without a salt share on a server only with ``share_unsalted``."""
+
+    max_cache_salts: int = Field(default=8, ge=1, le=4096)
+    """Number of ``cache_salt`` values that have a shared overlay at a time; the one unused for
+    longest is emptied first. Requests without a salt do not count."""
 
     overlay_file: str | None = None
-    """The shared overlay is read from here at start, if the file exists, and saved here."""
+    """The shared overlay of requests without a ``cache_salt`` is read from here at start, if the
+    file exists, and saved here; those with one are never saved."""
 
     overlay_save_every: int = Field(default=200_000, ge=0)
     """Tokens learned between two saves of ``overlay_file``; 0 saves at exit only."""
@@ -239,7 +251,7 @@ class AdaptiveNgramOptions(MethodOptions):
     """Buckets of four rows in each request's overlay, a power of two; 320 bytes a bucket."""
 
     shared_buckets: int = Field(default=1 << 14, ge=16, le=1 << 20)
-    """Buckets of four rows in the shared overlay, a power of two; 320 bytes a bucket."""
+    """Buckets of four rows in each shared overlay, a power of two; 320 bytes a bucket."""
 
     request_weight: float = Field(default=2.0, gt=0.0, le=100.0)
     """Weight of the request's overlay beside the corpus, whose rows sum to at most 1."""

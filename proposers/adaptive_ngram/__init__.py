@@ -11,10 +11,12 @@ no part in acceptance, so output stays lossless whatever the estimates are.
 This module is light; everything compiled is loaded when the engine starts.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from vllm_spec_ext.config import AdaptiveNgramOptions, MethodOptions
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
     Draft,
@@ -27,6 +29,8 @@ from vllm_spec_ext.proposers.base import (
 
 if TYPE_CHECKING:
     from vllm_spec_ext.proposers.adaptive_ngram.drafter import NgramDrafter
+
+logger = logging.getLogger("vllm.spec_ext")
 
 
 @proposer(
@@ -57,6 +61,19 @@ class AdaptiveNgram(BaseProposer):
         from vllm_spec_ext.proposers.adaptive_ngram import store
 
         asked = cast(AdaptiveNgramOptions, options)
+        if asked.overlay_file is not None and not target.share_unsalted:
+            raise SpecExtError(
+                "overlay_file holds what requests without a cache_salt say, and on this engine "
+                'they share nothing: leave overlay_file out, or set "share_unsalted": true if all '
+                "clients may learn what the others were answered (docs: serving)"
+            )
+        if asked.overlay in ("shared", "both") and not target.share_unsalted:
+            logger.warning(
+                "vllm-spec-ext: overlay=%r serves requests with a cache_salt alone here; set "
+                '"share_unsalted": true if all clients may learn what the others were answered '
+                "(docs: serving)",
+                asked.overlay,
+            )
         if asked.corpus is not None:
             store.check_store(store.NgramStore(asked.corpus), target)
         elif asked.overlay_file is not None:
@@ -79,3 +96,7 @@ class AdaptiveNgram(BaseProposer):
     def finish(self, request_ids: Sequence[str]) -> None:
         """Give the requests' overlays back."""
         self.drafter.finish(request_ids)
+
+    def close(self) -> None:
+        """Save the shared overlay."""
+        self.drafter.save()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables and the search behind ``adaptive_ngram``, put together for one engine."""
 
-import atexit
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,8 @@ from vllm_spec_ext.proposers.base import (
     StepOutcome,
 )
 from vllm_spec_ext.proposers.worth import Worth
+
+logger = logging.getLogger("vllm.spec_ext")
 
 DEFAULT_TREE_DEPTH = 12
 
@@ -93,7 +95,12 @@ class NgramDrafter:
             path = Path(options.overlay_file)
             if path.exists():
                 load_overlay(path, self.learner.shared, self.fingerprint, vocab_size)
-            atexit.register(self.save)
+            if not engine.may_write_files:
+                logger.info(
+                    "vllm-spec-ext: %s is read here, and saved by the first data-parallel replica",
+                    path,
+                )
+        self._saves = options.overlay_file is not None and engine.may_write_files
         self._last_save = self.learner.shared_clock
         self._prepare(engine.num_speculative_tokens, engine.max_num_seqs, vocab_size)
         self._warm_up()
@@ -126,7 +133,7 @@ class NgramDrafter:
         )
         self._memory = make_memory(budget)
         self._settings_array = settings_array(self._lookup, self._search)
-        self._requests = np.zeros((max_num_seqs, 4), np.int64)  # see search_batch
+        self._requests = np.zeros((max_num_seqs, 5), np.int64)  # see search_batch
         self._results = Results(
             tokens=np.zeros((max_num_seqs, budget), np.int32),
             parents=np.zeros((max_num_seqs, budget), np.int32),
@@ -137,7 +144,7 @@ class NgramDrafter:
     def _warm_up(self) -> None:
         """Compile every kernel (seconds, then cached on disk), leaving no trace in the overlays."""
         self.learner.warm_up()
-        self._requests[0] = (-1, 0, -1, 1)
+        self._requests[0] = (-1, 0, -1, 1, -1)
         self._run(1)
 
     def _run(self, num: int) -> None:
@@ -198,7 +205,8 @@ class NgramDrafter:
             row = len(chosen)
             tokens = request.token_ids
             before = tokens[-2] if len(tokens) > 1 else -1
-            self._requests[row] = (before, tokens[-1], slots[index], room)
+            shared = self.learner.shared_slot(request.request_id)
+            self._requests[row] = (before, tokens[-1], slots[index], room, shared)
             chosen.append(index)
         return chosen
 
@@ -216,15 +224,18 @@ class NgramDrafter:
             self._worth.forget(request_id)
 
     def save(self) -> None:
-        """Write the shared overlay to ``overlay_file``; nothing without one."""
-        if self.settings.overlay_file is not None:
+        """Write the overlay of requests without a salt to ``overlay_file``, if there is one.
+
+        Nothing where another process of the deployment writes it.
+        """
+        if self._saves and self.settings.overlay_file is not None:
             path = Path(self.settings.overlay_file)
             save_overlay(path, self.learner.shared, self.fingerprint, self._vocab_size)
 
     def _save_when_due(self) -> None:
         every = self.settings.overlay_save_every
         clock = self.learner.shared_clock
-        if self.settings.overlay_file is not None and every and clock - self._last_save >= every:
+        if self._saves and every and clock - self._last_save >= every:
             self._last_save = clock
             self.save()
 

@@ -4,7 +4,8 @@
 Each request has a cursor, the number of its tokens that were learned. A preempted request is
 reported as finished and comes back with the same id: its own overlay is rebuilt from its tokens,
 but the shared one already knows them, so the cursor of the shared overlay is remembered for a
-while, with a hash of the tokens in case another request gets the same id.
+while, with a hash of the tokens in case another request gets the same id. It counts for the overlay
+that it was reached in: one that was emptied since, or is another group's, knows nothing.
 """
 
 from collections import OrderedDict
@@ -16,6 +17,7 @@ import numpy as np
 
 from vllm_spec_ext.config import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import OverlayPool, learn
+from vllm_spec_ext.proposers.adaptive_ngram.shared_overlays import NO_SLOT, SharedOverlays
 from vllm_spec_ext.proposers.base import IntArray, RequestStep
 
 REMEMBERED_PER_SLOT = 8
@@ -27,6 +29,8 @@ class RequestState:
 
     slot: int  # in the pool of request overlays; -1 = none
     cursor: int = 0  # tokens learned by its own overlay
+    shared_slot: int = NO_SLOT  # the shared overlay in the latest step
+    shared_overlay: tuple[int, int] = (NO_SLOT, 0)  # which one shared_cursor is about
     shared_cursor: int = 0  # tokens learned by the shared overlay
     crc: int = 0  # of the tokens before shared_cursor
 
@@ -52,15 +56,20 @@ class Learner:
             if self.per_request
             else OverlayPool(1, 1)
         )
-        self.shared = OverlayPool(1, options.shared_buckets if self.is_shared else 1)
-        self.shared.acquire()
+        self.groups = (
+            SharedOverlays(options.max_cache_salts, options.shared_buckets)
+            if self.is_shared
+            else SharedOverlays(0, 1)
+        )
+        self.shared = self.groups.pool
         self.states: OrderedDict[str, RequestState] = OrderedDict()  # least recently seen first
-        self._past: OrderedDict[str, tuple[int, int]] = OrderedDict()  # shared cursor, CRC
+        # Shared overlay, cursor in it, CRC.
+        self._past: OrderedDict[str, tuple[tuple[int, int], int, int]] = OrderedDict()
         self._past_limit = REMEMBERED_PER_SLOT * max_num_seqs
 
     @property
     def shared_clock(self) -> int:
-        """Tokens that the shared overlay has learned."""
+        """Tokens that the shared overlay of requests without a salt has learned."""
         return int(self.shared.arrays.clocks[0])
 
     def learn(self, requests: Sequence[RequestStep], shared_half_life: float) -> list[int]:
@@ -76,6 +85,9 @@ class Learner:
         if not (self.per_request or self.is_shared):
             return [-1] * len(requests)
         current = {request.request_id for request in requests}
+        shared: dict[str | None, int] = {None: NO_SLOT}
+        if self.is_shared:
+            shared = self.groups.slots(r.share_group for r in requests if r.options.enabled)
         slots = []
         for request in requests:
             if not request.options.enabled:
@@ -83,10 +95,16 @@ class Learner:
                 continue
             state = self._state(request, current)
             self._learn_own(request, state)
-            if self.is_shared:
+            state.shared_slot = shared[request.share_group] if self.is_shared else NO_SLOT
+            if state.shared_slot != NO_SLOT:
                 self._learn_shared(request, state, shared_half_life)
             slots.append(state.slot)
         return slots
+
+    def shared_slot(self, request_id: str) -> int:
+        """The overlay in ``self.shared`` that a request of the step may see, -1 = none."""
+        state = self.states.get(request_id)
+        return NO_SLOT if state is None else state.shared_slot
 
     def _state(self, request: RequestStep, current: set[str]) -> RequestState:
         """The request's state, new or checked against a roll-back."""
@@ -120,9 +138,12 @@ class Learner:
 
     def _recall(self, request: RequestStep, state: RequestState) -> None:
         """Find out how much of a request that comes back the shared overlay knows already."""
-        cursor, crc = self._past.pop(request.request_id, (0, 0))
+        past = self._past.pop(request.request_id, None)
+        if past is None:
+            return
+        overlay, cursor, crc = past
         if 0 < cursor <= len(request.token_ids) and _crc(request.token_ids[:cursor]) == crc:
-            state.shared_cursor, state.crc = cursor, crc
+            state.shared_overlay, state.shared_cursor, state.crc = overlay, cursor, crc
 
     def _start(self, request: RequestStep, cursor: int) -> int:
         """First position to learn."""
@@ -141,8 +162,11 @@ class Learner:
         state.cursor = len(request.token_ids)
 
     def _learn_shared(self, request: RequestStep, state: RequestState, half_life: float) -> None:
+        overlay = self.groups.identity(state.shared_slot)
+        if state.shared_overlay != overlay:
+            state.shared_overlay, state.shared_cursor, state.crc = overlay, 0, 0
         start = self._start(request, state.shared_cursor)
-        self._add(self.shared, 0, request.token_ids, start, half_life)
+        self._add(self.shared, state.shared_slot, request.token_ids, start, half_life)
         state.crc = _crc(request.token_ids[state.shared_cursor :], state.crc)
         state.shared_cursor = len(request.token_ids)
 
@@ -164,7 +188,7 @@ class Learner:
         )
 
     def finish(self, request_ids: Sequence[str]) -> None:
-        """Forget requests; the shared overlay keeps what it learned."""
+        """Forget requests; the shared overlays keep what they learned."""
         for request_id in request_ids:
             state = self.states.pop(request_id, None)
             if state is None:
@@ -172,7 +196,7 @@ class Learner:
             if state.slot >= 0:
                 self.requests.release(state.slot)
             if state.shared_cursor:
-                self._past[request_id] = (state.shared_cursor, state.crc)
+                self._past[request_id] = (state.shared_overlay, state.shared_cursor, state.crc)
                 while len(self._past) > self._past_limit:
                     self._past.popitem(last=False)
 
@@ -182,13 +206,13 @@ class Learner:
         self._add(pool, 0, np.zeros(3, np.int32), 0, 1.0)
 
     def occupancy(self) -> tuple[int, int]:
-        """Rows used and rows evicted, over the overlays of running requests and the shared one."""
+        """Rows used and rows evicted, over the overlays of running requests and the shared ones."""
         slots = [state.slot for state in self.states.values() if state.slot >= 0]
         used = sum(self.requests.rows_used(slot) for slot in slots)
         evicted = sum(int(self.requests.arrays.evictions[slot]) for slot in slots)
         if self.is_shared:
-            used += self.shared.rows_used(0)
-            evicted += int(self.shared.arrays.evictions[0])
+            shared_used, shared_evicted = self.groups.occupancy()
+            used, evicted = used + shared_used, evicted + shared_evicted
         return used, evicted
 
 

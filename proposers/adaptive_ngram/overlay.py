@@ -222,11 +222,11 @@ class OverlayPool:
 
 
 def save_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: int) -> None:
-    """Write slot 0 of a pool (the shared overlay) to a safetensors file, atomically.
+    """Write slot 0 of a pool (of requests without a salt) to a safetensors file, atomically.
 
     Args:
         path: The file.
-        pool: A pool of one slot.
+        pool: The pool of shared overlays.
         fingerprint: Of the tokenizer whose ids are stored.
         vocab_size: The sentinel in the keys.
     """

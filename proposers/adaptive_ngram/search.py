@@ -512,6 +512,21 @@ class Results(NamedTuple):
 
 
 @kernel
+def one_slot(arrays: OverlayArrays, slot: int) -> OverlayArrays:
+    """An overlay of a pool, alone: what a request's search reads holds nothing of others."""
+    end = slot + 1
+    return OverlayArrays(
+        arrays.keys[slot:end],
+        arrays.stamps[slot:end],
+        arrays.tokens[slot:end],
+        arrays.weights[slot:end],
+        arrays.clocks[slot:end],
+        arrays.generations[slot:end],
+        arrays.evictions[slot:end],
+    )
+
+
+@kernel
 def search_batch(
     requests: NDArray[np.int64],
     num: int,
@@ -525,27 +540,16 @@ def search_batch(
     """Draft for each request of a batch, serially; reads the overlays, writes only its outputs.
 
     Args:
-        requests: [>= num, 4] int64 second-last token (-1 = none), last token, overlay (-1 = none)
-            and most nodes of each request.
+        requests: [>= num, 5] int64 second-last token (-1 = none), last token, overlay (-1 = none),
+            most nodes and shared overlay (-1 = none) of each request.
         num: Number of requests.
         base: The store.
         request: Overlays by request.
-        shared: The shared overlay.
+        shared: The shared overlays.
         settings: [15] float64 the fields of :class:`Lookup`, then those of :class:`Search`.
         memory: Work arrays.
         results: Filled.
     """
-    lookup = Lookup(
-        int(settings[0]),
-        int(settings[1]),
-        settings[2],
-        settings[3],
-        settings[4],
-        settings[5],
-        settings[6],
-        settings[7] != 0.0,
-        settings[8],
-    )
     search = Search(
         int(settings[9]),
         int(settings[10]),
@@ -559,16 +563,27 @@ def search_batch(
         results.counts[index] = 0
         w1, w2, slot = requests[index, 0], requests[index, 1], requests[index, 2]
         budget = min(requests[index, 3], results.tokens.shape[1])
-        if budget <= 0 or w2 < 0 or w2 >= lookup.vocab_size:
+        if budget <= 0 or w2 < 0 or w2 >= int(settings[0]):
             continue
+        group = requests[index, 4]
+        lookup = Lookup(
+            int(settings[0]),
+            int(settings[1]),
+            settings[2],
+            settings[3],
+            settings[4] if group >= 0 else 0.0,
+            settings[5],
+            settings[6],
+            settings[7] != 0.0,
+            settings[8],
+        )
+        own = one_slot(shared, max(group, 0))
         if search.mode == 0:
-            count = search_chain(w1, w2, budget, base, request, slot, shared, lookup, search, s)
+            count = search_chain(w1, w2, budget, base, request, slot, own, lookup, search, s)
         elif search.mode == 1:
-            count = search_best_first(
-                w1, w2, budget, base, request, slot, shared, lookup, search, s
-            )
+            count = search_best_first(w1, w2, budget, base, request, slot, own, lookup, search, s)
         else:
-            count = search_mcts(w1, w2, budget, base, request, slot, shared, lookup, search, s)
+            count = search_mcts(w1, w2, budget, base, request, slot, own, lookup, search, s)
         depth_first(
             s.node_tokens,
             s.node_parents,

@@ -17,7 +17,7 @@ from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     load_overlay,
     save_overlay,
 )
-from vllm_spec_ext.proposers.base import RequestStep
+from vllm_spec_ext.proposers.base import UNSALTED, RequestStep
 
 V = 1000
 
@@ -122,9 +122,16 @@ def make_learner(**options: object) -> Learner:
     return Learner(AdaptiveNgramOptions.model_validate(given | options), 2, V)
 
 
-def step(name: str, tokens: list[int], new: int = 1, prompt: int = 1) -> RequestStep:
+def step(
+    name: str,
+    tokens: list[int],
+    new: int = 1,
+    prompt: int = 1,
+    group: str | None = UNSALTED,
+) -> RequestStep:
     ids = np.array(tokens, np.int32)
-    return RequestStep(name, ids, prompt, tokens[len(tokens) - new :], room=8)
+    said = tokens[len(tokens) - new :]
+    return RequestStep(name, ids, prompt, said, room=8, share_group=group)
 
 
 def test_each_token_is_learned_once() -> None:

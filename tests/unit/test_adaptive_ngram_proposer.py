@@ -20,6 +20,7 @@ from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
 from vllm_spec_ext.proposers.adaptive_ngram.build import BuildSettings, build_store
 from vllm_spec_ext.proposers.base import (
+    UNSALTED,
     Draft,
     EngineHandle,
     RequestStep,
@@ -62,8 +63,14 @@ def started(budget: int = 8, seqs: int = 4, **options: object) -> AdaptiveNgram:
 
 
 def request(name: str, tokens: list[int], room: int = 8, **options: object) -> RequestStep:
-    ids = np.array(tokens, np.int32)
-    return RequestStep(name, ids, 1, tokens[-1:], room, RequestOptions.model_validate(options))
+    return of_group(UNSALTED, name, tokens, room, **options)
+
+
+def of_group(
+    group: str | None, name: str, tokens: list[int], room: int = 8, **options: object
+) -> RequestStep:
+    ids, given = np.array(tokens, np.int32), RequestOptions.model_validate(options)
+    return RequestStep(name, ids, 1, tokens[-1:], room, given, share_group=group)
 
 
 def same(a: list[Draft], b: list[Draft]) -> bool:
@@ -237,6 +244,8 @@ RECORDINGS = [Recording([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6] * 4, "x"), Record
 
 class Oracle:
     """Drafts the right chain of two tokens at every step."""
+
+    info = AdaptiveNgram.info
 
     def __init__(self) -> None:
         self.seen: list[StepOutcome] = []

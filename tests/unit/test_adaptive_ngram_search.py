@@ -84,7 +84,7 @@ class Model:
             np.zeros(1, np.int64),
         )
         search_batch(
-            np.array([[w1, w2, 0, budget]], np.int64),
+            np.array([[w1, w2, 0, budget, 0]], np.int64),
             1,
             self.base,
             self.request.arrays,

@@ -136,3 +136,10 @@ def test_filtered_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "export VLLM_PLUGINS=other,spec_ext" in (invisible_because() or "")
     monkeypatch.setattr("vllm_spec_ext.cli.plugin_visibility.entry_points", lambda **_: [])
     assert "fix: pip install" in (invisible_because() or "")
+
+
+def test_sharing_between_requests_without_a_salt() -> None:
+    config = speculative_config("input_copy", {"share_unsalted": True}, 4)
+    assert config["share_unsalted"] is True
+    with pytest.raises(SpecExtError, match="share_unsalted: found 1, expected true or false"):
+        speculative_config("input_copy", {"share_unsalted": 1}, 4)

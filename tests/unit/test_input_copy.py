@@ -9,9 +9,10 @@ import pytest
 
 from vllm_spec_ext.config import InputCopyOptions, InputCopyRequest
 from vllm_spec_ext.errors import RequestOptionError
-from vllm_spec_ext.proposers.base import EngineHandle, RequestStep, StepContext
+from vllm_spec_ext.proposers.base import UNSALTED, EngineHandle, RequestStep, StepContext
 from vllm_spec_ext.proposers.chat_markers import find_chat_markers
 from vllm_spec_ext.proposers.input_copy import InputCopy
+from vllm_spec_ext.replay import Recording, replay
 
 PAPER: dict[str, Any] = {
     "near": 0,
@@ -65,19 +66,26 @@ class Session:
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
         self.request = request or InputCopyRequest()
+        self.share_group: str | None = UNSALTED
 
-    def next_request(self, prompt: Sequence[int], request: InputCopyRequest | None = None) -> None:
+    def next_request(
+        self,
+        prompt: Sequence[int],
+        request: InputCopyRequest | None = None,
+        share_group: str | None = UNSALTED,
+    ) -> None:
         """End the request and begin another."""
         self.proposer.finish(["r"])
+        self.share_group = share_group
         self.tokens, self.num_prompt = list(prompt), len(prompt)
         self.request = request or InputCopyRequest()
 
     def say(self, *new: int, room: int = 32) -> list[int]:
         """Give the target's new tokens; returns the draft."""
         self.tokens += new
-        step = RequestStep(
-            "r", np.array(self.tokens, np.int32), self.num_prompt, new, room, self.request
-        )
+        ids = np.array(self.tokens, np.int32)
+        group = self.share_group
+        step = RequestStep("r", ids, self.num_prompt, new, room, self.request, share_group=group)
         (draft,) = self.proposer.propose(StepContext([step]))
         assert draft.parents is None
         return draft.tokens.tolist()
@@ -221,6 +229,36 @@ def test_requests_may_keep_their_answer_to_themselves() -> None:
     assert session.say(50) == []
 
 
+def test_answers_are_lent_within_a_share_group_alone() -> None:
+    session = Session([1], earlier_answers=1000)
+    groups = ["a", "b", UNSALTED, None]
+    for i, group in enumerate(groups):
+        session.next_request([1], share_group=group)
+        assert session.say(50) == [], "nobody before was of this group"
+        session.say(60 + i)
+    for i, group in enumerate(groups):
+        session.next_request([1], share_group=group)
+        assert session.say(50, room=1) == ([] if group is None else [60 + i])
+
+
+def test_groups_of_earlier_answers_are_bounded() -> None:
+    session = Session([1], earlier_answers=100, max_cache_salts=3)
+    session.say(50, 40)
+    for i in range(1000):
+        session.next_request([1], share_group=f"salt {i}")
+        session.say(50, 100 + i % 800)
+        if i % 2:
+            session.next_request([1], share_group="kept")
+            session.say(50, 30)
+        assert session.proposer._answers.num_groups <= 1 + 3
+        assert len(session.proposer._answers) <= 4 * 101
+    session.next_request([1], share_group="salt 500")
+    assert session.say(50) == [], "unused for long, forgotten"
+    for group, token in (("salt 999", 299), ("kept", 30), (UNSALTED, 40)):
+        session.next_request([1], share_group=group)
+        assert session.say(50, room=1) == [token], group
+
+
 @pytest.mark.parametrize("limit", [1, 2, 7, 40])
 def test_the_memory_of_earlier_answers_is_bounded(limit: int) -> None:
     session = Session([1], earlier_answers=limit)
@@ -360,3 +398,16 @@ def test_state_is_freed_and_a_resumed_request_starts_over() -> None:
     assert session.proposer._copies == {}
     # After a preemption the whole output comes as old tokens; the cursor is found again.
     assert session.say(11, 12) == SOURCE[3:]
+
+
+def test_replay_shows_what_sharing_gains() -> None:
+    recording = Recording([1, 2], [50, 51, 52, 53, 54, 55, 56, 57])
+    steps = []
+    for earlier_answers in (1000, 0):
+        proposer = InputCopy(InputCopyOptions(earlier_answers=earlier_answers))
+        engine = EngineHandle(1000, 4096, 1, 32, "none", lambda: None)
+        proposer.start(engine)
+        steps.append(replay(proposer, [recording] * 3, engine).num_steps)
+    # The second request ends in its first step, whose tokens a replay shows to nobody: for the
+    # third one the latest answer that opened alike has nothing more to lend.
+    assert steps == [7 + 1 + 2, 7 * 3]

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from vllm_spec_ext.config import InputCopyRequest
-from vllm_spec_ext.engine.request_options import collect, has_options, parse_request, resolve
+from vllm_spec_ext.engine.request_options import (
+    GROUP_KEY,
+    collect,
+    has_options,
+    parse_request,
+    parse_share_group,
+    resolve,
+    with_share_group,
+)
 from vllm_spec_ext.errors import RequestOptionError
 
 SPAN = {"source_span": [1, 3]}
@@ -90,3 +98,23 @@ def test_resolving_checks_the_prompt_and_names_the_field_as_the_client_wrote_it(
     with pytest.raises(RequestOptionError, match="the prompt has 2 tokens") as error:
         resolve(SETTINGS, {"spec_ext.source_span": [1, 3]}, [5, 6], None)
     assert error.value.parameter == "spec_ext.source_span"
+
+
+@pytest.mark.parametrize("given", [None, {}, {"mine": 1}, {GROUP_KEY: "forged", "mine": 1}])
+def test_the_front_end_alone_says_who_shares(given: dict[str, Any] | None) -> None:
+    mine = {name: value for name, value in (given or {}).items() if name == "mine"}
+    assert parse_share_group(with_share_group(given, None)) is None
+    assert with_share_group(given, None) == (mine or None)
+    assert with_share_group(given, "real") == {**mine, GROUP_KEY: "real"}
+    assert parse_share_group(with_share_group(given, "real")) == "real"
+    assert not has_options(with_share_group(given, "real")), "no option, so nothing to resolve"
+
+
+@pytest.mark.parametrize("group", [3, ["a"], None])
+def test_what_is_no_group_shares_nothing(group: Any) -> None:
+    assert parse_share_group({GROUP_KEY: group}) is None
+
+
+def test_resolving_keeps_the_group() -> None:
+    given = {"spec_ext.source_span": [1, 3], GROUP_KEY: "a"}
+    assert parse_share_group(resolve(SETTINGS, given, [5, 6, 7], None)) == "a"

@@ -19,7 +19,9 @@ from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.scorers.rules import check_rule, parse_rule
 
-RULE_OPTIONS = ("scorer", "allow_lossy")  # of every method, see engine/spec_config.py
+# Of every method, see engine/spec_config.py.
+RULE_OPTIONS = ("scorer", "allow_lossy")
+SHARING_OPTIONS = ("share_unsalted",)
 MAX_DRAFT_TOKENS = 128  # vLLM 0.32 v1/sample/rejection_sampler.py MAX_SPEC_LEN
 
 # Options of `vllm serve` that would contradict ours.
@@ -99,10 +101,14 @@ def speculative_config(
             "use --num-speculative-tokens N instead of --set"
         )
     rule = {key: options[key] for key in RULE_OPTIONS if key in options}
-    others = {key: value for key, value in options.items() if key not in rule}
+    sharing = {key: options[key] for key in SHARING_OPTIONS if key in options}
+    others = {key: value for key, value in options.items() if key not in {**rule, **sharing}}
     parse_options(found.options, others, method)
     if not isinstance(rule.get("allow_lossy", False), bool):
         raise SpecExtError(f"allow_lossy: found {rule['allow_lossy']!r}, expected true or false")
+    for key, value in sharing.items():
+        if not isinstance(value, bool):
+            raise SpecExtError(f"{key}: found {value!r}, expected true or false")
     tokens = num_speculative_tokens
     if tokens is None:
         tokens = found.num_speculative_tokens

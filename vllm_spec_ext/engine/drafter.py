@@ -3,6 +3,7 @@
 
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -45,6 +46,17 @@ def num_scratch_blocks(tree: bool, num_draft_tokens: int, max_num_seqs: int) -> 
     return min(max_num_seqs, _MAX_TREES) * num_draft_tokens if tree else 0
 
 
+def _close(proposer: Any) -> None:
+    """Let a proposer save what it keeps; those of third parties need no such method."""
+    close = getattr(proposer, "close", None)
+    if close is None:
+        return
+    try:
+        close()
+    except Exception:  # the engine ends, or goes on with a fresh proposer, all the same
+        logger.exception("vllm-spec-ext: a proposer could not be closed")
+
+
 class Drafter:
     """Owns the proposer of one engine; the runner mixin is its only caller.
 
@@ -65,6 +77,7 @@ class Drafter:
         self.info = registry.info(settings.method)
         self._num_draft_tokens = spec_config.num_speculative_tokens
         self._proposer = self._new_proposer()
+        self._close_proposer: weakref.finalize[Any, Any] | None = None
         self.needs = self._proposer.needs
         self.num_scratch_blocks = num_scratch_blocks(
             self.info.tree,
@@ -73,6 +86,7 @@ class Drafter:
         )
         self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
         parallel = vllm_config.parallel_config
+        self._is_first_process = parallel.rank == 0 and parallel.data_parallel_index == 0
         folder = settings.counter_folder if parallel.rank == 0 else None
         self._counters = CounterWriter(folder, parallel.data_parallel_index)
 
@@ -90,9 +104,10 @@ class Drafter:
             load_tokenizer=partial(load_tokenizer, self._vllm_config.model_config),
             target=self.ranks.share_target(target_model),
             device=device,
+            may_write_files=self._is_first_process,
         )
         self._barrier = Barrier(self.info.name, self._engine.vocab_size)
-        self.reset()
+        self.ranks.lead(self._start_proposer)
         warm_up_walk()
         if self.needs.distributions:
             warm_up_multi_step()
@@ -161,13 +176,24 @@ class Drafter:
             self._barrier.call("finish", lambda: self._proposer.finish(request_ids), None)
 
     def reset(self) -> None:
-        """A fresh proposer, warmed up anew, which has learned nothing from requests."""
+        """Forget everything learned from requests: a fresh proposer, warmed up anew.
+
+        As after a restart: what the old one saved when it was closed, the new one may read.
+        """
+        self.close()
+        self._proposer = self._new_proposer()
         self.ranks.lead(self._start_proposer)
+
+    def close(self) -> None:
+        """End the proposer's life; calls after the first do nothing."""
+        if self._close_proposer is not None:
+            self._close_proposer()
 
     def _new_proposer(self) -> BaseProposer:
         return registry.load(self._settings.method)(self._settings.options)
 
     def _start_proposer(self) -> tuple[None, list[torch.Tensor]]:
-        self._proposer = self._new_proposer()
         self._proposer.start(self._engine)
+        # Where nobody calls close(), when this object goes or the interpreter ends.
+        self._close_proposer = weakref.finalize(self, _close, self._proposer)
         return None, []

@@ -6,9 +6,13 @@ Offline a client writes ``extra_args={"spec_ext": {"source_span": [3, 40]}}``. H
 ``{"spec_ext.source_span": [3, 40]}``, or ``"spec_ext"`` holds JSON text. Both forms work in both
 places. vLLM 0.32 has no hook for checking ``extra_args`` against the prompt, so once a
 configuration asks for our methods the front end's ``InputProcessor.process_inputs`` is wrapped.
+
+The wrapper also tells the worker a request's share group, which vLLM keeps from it: the salt stays
+in the scheduler. It travels among the extra arguments too, and what a client put there is dropped.
 """
 
 import functools
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,12 +22,16 @@ import numpy as np
 from vllm_spec_ext.config import EtaOptions, RequestOptions, parse_options
 from vllm_spec_ext.errors import RequestOptionError, SpecExtError
 from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import UNSALTED
 from vllm_spec_ext.scorers.narrow import narrow
 
 if TYPE_CHECKING:
     from vllm_spec_ext.engine.spec_config import MethodSettings
 
 KEY = "spec_ext"
+
+GROUP_KEY = "spec_ext_share_group"
+"""Set by the front end for every request; no option, and never a client's to say."""
 
 # Eta sampling is a sampling parameter, so it stands beside the others: name -> EtaOptions field.
 ETA_KEYS = {"eta_cutoff": "epsilon", "eta_alpha": "alpha"}
@@ -145,6 +153,34 @@ def resolve(
     return {**others, KEY: options.model_dump(mode="json", exclude_defaults=True)}
 
 
+def share_group(cache_salt: str | None, share_unsalted: bool) -> str | None:
+    """The group of requests that may see what this one said; None if there is no other.
+
+    Args:
+        cache_salt: The request's own; hashed, as it is a secret and extra arguments are logged.
+        share_unsalted: Whether requests without one are a group.
+    """
+    if cache_salt:
+        return hashlib.sha256(f"{GROUP_KEY}:{cache_salt}".encode()).hexdigest()[:32]
+    return UNSALTED if share_unsalted else None
+
+
+def with_share_group(
+    extra_args: Mapping[str, Any] | None, group: str | None
+) -> dict[str, Any] | None:
+    """Extra arguments with the share group in place of whatever the client said it was."""
+    others = {name: value for name, value in (extra_args or {}).items() if name != GROUP_KEY}
+    if group is not None:
+        others[GROUP_KEY] = group
+    return others or None
+
+
+def parse_share_group(extra_args: Mapping[str, Any] | None) -> str | None:
+    """The group that the front end set. Without one, or with none of ours, nothing is shared."""
+    group = (extra_args or {}).get(GROUP_KEY)
+    return group if isinstance(group, str) else None
+
+
 def install_request_validation() -> None:
     """Wrap ``InputProcessor.process_inputs`` of this process, once."""
     from vllm.exceptions import VLLMValidationError
@@ -162,12 +198,15 @@ def install_request_validation() -> None:
         params = request.sampling_params
         if not isinstance(self.speculative_config, SpecExtConfig) or params is None:
             return request
+        settings = self.speculative_config.spec_ext
+        # `params` is the request's own copy here; the caller's object stays as it was.
+        group = share_group(request.cache_salt, settings.share_unsalted)
+        params.extra_args = with_share_group(params.extra_args, group)
         if not has_options(params.extra_args):
             return request
         try:
-            # `params` is the request's own copy here; the caller's object stays as it was.
             params.extra_args = resolve(
-                self.speculative_config.spec_ext,
+                settings,
                 params.extra_args,
                 request.prompt_token_ids or [],
                 self.tokenizer,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_spec_ext.config import EtaOptions, RequestOptions, ScorerOptions
-from vllm_spec_ext.engine.request_options import parse_eta, parse_request
+from vllm_spec_ext.engine.request_options import parse_eta, parse_request, parse_share_group
 from vllm_spec_ext.engine.spec_config import MethodSettings
 from vllm_spec_ext.errors import RequestOptionError
 from vllm_spec_ext.proposers import registry
@@ -29,6 +29,7 @@ class RequestState:
     rule: ScorerOptions | None  # None: the server's own
     eta: EtaOptions | None
     exact_ids: NDArray[np.int64]  # stop and EOS ids: only an exact match accepts these
+    share_group: str | None = None  # see RequestStep
 
 
 def read_request(params: "SamplingParams", settings: MethodSettings) -> RequestState:
@@ -48,4 +49,5 @@ def read_request(params: "SamplingParams", settings: MethodSettings) -> RequestS
     exact = set(params.all_stop_token_ids)
     if params.eos_token_id is not None:
         exact.add(params.eos_token_id)
-    return RequestState(options, rule, eta, np.array(sorted(exact), np.int64))
+    exact_ids = np.array(sorted(exact), np.int64)
+    return RequestState(options, rule, eta, exact_ids, parse_share_group(params.extra_args))

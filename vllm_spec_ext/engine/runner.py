@@ -126,9 +126,17 @@ class SpecRunnerMixin:
     # -- before the forward pass ---------------------------------------------------------------
 
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Callable[[], None] | None:
-        """Requests come and go; free the proposer's state of those that went."""
+        """Requests come and go; free the proposer's state of those that went.
+
+        A streaming-input session goes on under its id with other tokens: what it answered becomes
+        prompt, the last token is taken back, and options may change. Like vLLM
+        (``_update_streaming_request``) we know it by a new request with a known id; for the
+        proposer the turn before is finished, and the next one is a request of its own.
+        """
         gone = set(scheduler_output.finished_req_ids)
         gone.update(scheduler_output.preempted_req_ids or ())
+        sent = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        gone.update(sent & self.requests.keys())
         if gone:
             self.drafter.finish(sorted(gone))
             self._drawn.forget(gone)
@@ -467,7 +475,8 @@ class SpecRunnerMixin:
         num_tokens = int(batch.num_tokens_no_spec[row])
         num_prompt_tokens = int(batch.num_prompt_tokens[row])
         params = self.requests[request_id].sampling_params
-        options = self._state_of(request_id).options
+        state = self._state_of(request_id)
+        options = state.options
         if options.max_draft_tokens is not None:
             budget = min(budget, options.max_draft_tokens)
         num_left = (params.max_tokens or self.max_model_len) - (num_tokens - num_prompt_tokens)
@@ -481,6 +490,7 @@ class SpecRunnerMixin:
             options=options,
             temperature=params.temperature,
             seed=params.seed,
+            share_group=state.share_group,
         )
 
     def _state_of(self, request_id: str) -> RequestState:

@@ -45,6 +45,9 @@ VLLM_OPTIONS = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size
 # Ours, for every method: the acceptance rule, and the consent that a lossy one needs.
 RULE_OPTIONS = ("scorer", "allow_lossy")
 
+# Ours, for every method: whether requests without a cache_salt share what proposers learn.
+SHARING_OPTIONS = ("share_unsalted",)
+
 
 class MethodSettings(BaseModel):
     """The method that was asked for and its validated options."""
@@ -57,6 +60,8 @@ class MethodSettings(BaseModel):
     """Acceptance rule; None is the exact, lossless one."""
     counter_folder: str | None = None
     """Where the workers count for the front end."""
+    share_unsalted: bool = False
+    """Requests without a ``cache_salt`` share what proposers learn of their tokens."""
 
     @property
     def lossless(self) -> bool:
@@ -92,6 +97,7 @@ class ParsedMethod:
     options: MethodOptions
     rule: ScorerOptions | None
     allow_lossy: bool
+    share_unsalted: bool | None  # None: as the kind of engine says
     vllm_options: dict[str, Any]  # keyword arguments of vLLM's own configuration
 
 
@@ -112,6 +118,7 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
     vllm_options = {key: values.pop(key) for key in VLLM_OPTIONS if key in values}
     rule = values.pop("scorer", None)
     allow_lossy = values.pop("allow_lossy", False)
+    share_unsalted = values.pop("share_unsalted", None)
     if "rejection_sample_method" in values:
         raise SpecExtError(
             f"rejection_sample_method: found {values['rejection_sample_method']!r}; vLLM has its "
@@ -120,16 +127,34 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
         )
     for key in values:
         if key not in found.options.model_fields:
-            valid = ["method", *VLLM_OPTIONS, *RULE_OPTIONS, *found.options.model_fields]
+            ours = [*RULE_OPTIONS, *SHARING_OPTIONS, *found.options.model_fields]
+            valid = ["method", *VLLM_OPTIONS, *ours]
             raise UnknownNameError(f"option of {method}", key, valid)
     if not isinstance(allow_lossy, bool):
         raise SpecExtError(f"allow_lossy: found {allow_lossy!r}, expected true or false")
+    if share_unsalted is not None and not isinstance(share_unsalted, bool):
+        raise SpecExtError(f"share_unsalted: found {share_unsalted!r}, expected true or false")
     options = parse_options(found.options, values, method)
     num_draft_tokens = _num_draft_tokens(vllm_options, found)
     vllm_options["num_speculative_tokens"] = num_draft_tokens
     parsed_rule = None if rule is None else parse_rule(rule)
     check_rule(parsed_rule, allow_lossy, num_speculative_tokens=num_draft_tokens)
-    return ParsedMethod(found, options, parsed_rule, allow_lossy, vllm_options)
+    return ParsedMethod(found, options, parsed_rule, allow_lossy, share_unsalted, vllm_options)
+
+
+def shares_unsalted(asked: bool | None, engine_args: Any) -> bool:
+    """Whether requests without a ``cache_salt`` share what proposers learn of their tokens.
+
+    Offline one program sends all requests. A server's clients may be strangers to each other, so
+    there the operator has to say that they are not.
+
+    Args:
+        asked: The option; None = not given.
+        engine_args: ``EngineArgs``, or a server's ``AsyncEngineArgs``.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs  # workers never need it
+
+    return not isinstance(engine_args, AsyncEngineArgs) if asked is None else asked
 
 
 def _num_draft_tokens(vllm_options: Mapping[str, Any], found: ProposerInfo) -> int:
@@ -187,12 +212,14 @@ def build_spec_config(
     parsed = parse_method(given, method)
     refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
     check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())
+    share_unsalted = shares_unsalted(parsed.share_unsalted, engine_args)
     facts = TargetFacts(
         model=target_model_config.model,
         vocab_size=target_model_config.get_vocab_size(),
         hidden_size=target_model_config.get_hidden_size() or None,
         num_speculative_tokens=parsed.vllm_options["num_speculative_tokens"],
         load_tokenizer=partial(load_tokenizer, target_model_config),
+        share_unsalted=share_unsalted,
     )
     registry.load(method).check(parsed.options, facts)
     settings = MethodSettings(
@@ -200,6 +227,7 @@ def build_spec_config(
         options=parsed.options,
         rule=parsed.rule,
         counter_folder=make_folder(),
+        share_unsalted=share_unsalted,
     )
     if not settings.lossless:
         refuse_processed_logprobs(target_model_config)

@@ -24,6 +24,13 @@ class SpecWorkerMixin:
         scratch_bytes = num_scratch * sum(spec.page_size_bytes for spec in specs)
         return super().determine_available_memory() - scratch_bytes  # type: ignore[misc]
 
+    def shutdown(self) -> None:
+        """Let the proposer save what it keeps; worker processes may end without exit handlers."""
+        drafter = getattr(getattr(self, "model_runner", None), "drafter", None)
+        if drafter is not None:
+            drafter.close()
+        super().shutdown()  # type: ignore[misc]
+
     def spec_ext_stats(self) -> dict[str, list[float]]:
         """Drafter time of each step since the last call, in microseconds; clears it."""
         timings = self.model_runner.drafter.propose_us
