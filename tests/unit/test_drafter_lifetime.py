@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -122,7 +123,9 @@ def make(
         model_config=SimpleNamespace(get_vocab_size=lambda: 50, max_model_len=64, model="MODEL"),
     )
     drafter = Drafter(config)
-    drafter.load_model(Target())
+    alone = SimpleNamespace(world_size=1, rank_in_group=0)
+    with patch.object(drafter_module, "get_tp_group", lambda: alone):
+        drafter.load_model(Target())
     return drafter
 
 
