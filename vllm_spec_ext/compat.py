@@ -133,6 +133,12 @@ HOOKS: tuple[Hook, ...] = (
         names=("request_id", "prompt", "params"),
     ),
     Hook(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.add_request",
+        "a server resolves per-request options on a thread, not on its event loop",
+        names=("request_id", "prompt", "params"),
+    ),
+    Hook(
         "vllm.v1.spec_decode.custom_class_proposer",
         "create_custom_proposer",
         "vLLM builds our drafter from the class path in the configuration",
