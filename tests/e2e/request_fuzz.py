@@ -79,8 +79,12 @@ WRONG: dict[str, list[Any]] = {
     ],
     "remember": ["perhaps", 7, [], None],
 }
-ETA_RIGHT = [{"eta_cutoff": 0.001}, {"eta_cutoff": 0}, {"eta_cutoff": 0.1, "eta_alpha": 10**18}]
-ETA_WRONG = [
+ETA_RIGHT: list[dict[str, Any]] = [
+    {"eta_cutoff": 0.001},
+    {"eta_cutoff": 0},
+    {"eta_cutoff": 0.1, "eta_alpha": 10**18},
+]
+ETA_WRONG: list[dict[str, Any]] = [
     *({"eta_cutoff": 1}, {"eta_cutoff": -0.1}, {"eta_cutoff": "x"}, {"eta_alpha": 0.5}),
     *({"eta_cutoff": float("nan")}, {"eta_cutoff": 0.1, "eta_alpha": 0}, {"eta_cutoff": [1]}),
 ]
