@@ -17,6 +17,7 @@ MAX_MODEL_LEN = 256
 # Shapes of bodies that plain vLLM 0.32 answers with HTTP 500, and a body of each.
 VLLMS_OWN: dict[str, dict[str, Any]] = {
     "structured_outputs that is no object": {"prompt": "a", "structured_outputs": [0, 1]},
+    "a parameter with a lone surrogate": {"prompt": "a", "stop": "\ud800"},
 }
 
 Expectation = Literal["accepted", "refused", "any"]
@@ -237,8 +238,8 @@ def _own_odd(rng: random.Random, model: str, fields: list[str]) -> FuzzRequest:
     draft.expect = "any"
     for _ in range(rng.randrange(1, 3)):
         name = rng.choice(OWN_FIELDS)
-        values = OWN_VALUES.get(name, []) + ODD_VALUES
-        if name == "structured_outputs":  # see VLLMS_OWN
+        values = [value for value in OWN_VALUES.get(name, []) + ODD_VALUES if value != "\ud800"]
+        if name == "structured_outputs":
             values = [value for value in values if value is None or isinstance(value, dict)]
         draft.body[name] = rng.choice(values)
     if rng.random() < 0.5 and "vllm_xargs" not in draft.body:
