@@ -135,6 +135,16 @@ class TargetFacts:
 
 
 @dataclass(frozen=True)
+class RequestFacts:
+    """What is known about a request before it is drafted for."""
+
+    prompt: IntArray  # [n] int32 token ids
+    vocab_size: int
+    max_model_len: int
+    tokenizer: Any = None  # the front end's; None in the engine, and where there is none
+
+
+@dataclass(frozen=True)
 class EngineHandle:
     """What a proposer may know about the engine that runs it."""
 
@@ -277,12 +287,13 @@ class BaseProposer(ABC):
         """
 
     @staticmethod
-    def resolve_request(
-        options: RequestOptions, prompt: IntArray, tokenizer: Any
-    ) -> RequestOptions:
-        """Check a request's options against its prompt, in the front end.
+    def resolve_request(options: RequestOptions, facts: RequestFacts) -> RequestOptions:
+        """Check a request's options against its prompt and the model.
 
-        Called once a request, where a ``RequestOptionError`` still becomes the client's HTTP 400.
-        What it returns travels to the engine, so text may be turned into token ids here.
+        Called in the front end, where a ``RequestOptionError`` still becomes the client's HTTP
+        400; there it runs on a thread, so it may take long. What it returns travels to the engine,
+        so text may be turned into token ids here. Called again in the engine, with what came and
+        without a tokenizer: a request that went around the front end, and is wrong, runs with
+        defaults.
         """
         return options

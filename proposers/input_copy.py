@@ -13,12 +13,11 @@ Lossless; needs no training and no model.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from vllm_spec_ext.config import InputCopyOptions, InputCopyRequest
-from vllm_spec_ext.errors import RequestOptionError
+from vllm_spec_ext.config import InputCopyOptions, InputCopyRequest, RequestOptions
+from vllm_spec_ext.errors import RequestOptionError, shown
 from vllm_spec_ext.proposers.acceptance_rates import AcceptanceRates
 from vllm_spec_ext.proposers.answer_memory import AnswerMemories, AnswerMemory
 from vllm_spec_ext.proposers.base import (
@@ -27,6 +26,7 @@ from vllm_spec_ext.proposers.base import (
     Draft,
     EngineHandle,
     IntArray,
+    RequestFacts,
     RequestStep,
     StepContext,
     StepOutcome,
@@ -39,6 +39,12 @@ from vllm_spec_ext.proposers.source_span import span_between
 from vllm_spec_ext.proposers.word_forms import fold_vocabulary
 
 _LOST = -1
+
+# Bounds of a source that is not in the prompt. A request copies less than max_model_len tokens in
+# all, so most of a longer source can never be drafted, while reading it takes time: 1.5 s for two
+# million characters, and 0.07 s of the engine for an index of half a million tokens (2 cores).
+_MAX_SOURCE_LENGTHS = 4  # tokens, as a multiple of max_model_len
+_MAX_CHARACTERS_PER_TOKEN = 8  # usual text has 3 to 5
 
 # Kinds of drafts, by how many tokens agreed before them: 1, 2, 3-4, 5-8, more; a re-alignment; the
 # request's own output by 1, 2, more; an earlier answer by 1, 2, 3, more. First-token and
@@ -272,38 +278,66 @@ class InputCopy(BaseProposer):
         return match if len(answers.following(match, 1)) else None
 
     @staticmethod
-    def resolve_request(options: Any, prompt: IntArray, tokenizer: Any) -> InputCopyRequest:
+    def resolve_request(options: RequestOptions, facts: RequestFacts) -> InputCopyRequest:
         """Turn markers and text into token positions, while the request can still be refused.
 
-        Args:
-            options: The request's validated options.
-            prompt: [n] int32 prompt token ids.
-            tokenizer: The engine's tokenizer; None with ``skip_tokenizer_init``.
-
         Raises:
-            RequestOptionError: The span ends outside the prompt, the markers are not in it, or a
-                text was given to an engine without a tokenizer.
+            RequestOptionError: The span ends outside the prompt, the markers are not in it, a
+                source is too long or holds ids that the model does not have, or a text was given
+                to an engine without a tokenizer.
         """
         assert isinstance(options, InputCopyRequest)
-        if options.source_span is not None and options.source_span[1] > len(prompt):
+        if options.source_span is not None and options.source_span[1] > len(facts.prompt):
             raise RequestOptionError(
                 "source_span",
-                f"ends at token {options.source_span[1]}, but the prompt has {len(prompt)} tokens; "
-                f"expected an end of at most {len(prompt)}",
+                f"ends at token {shown(options.source_span[1])}, but the prompt has "
+                f"{len(facts.prompt)} tokens; expected an end of at most {len(facts.prompt)}",
             )
+        if options.source_token_ids is not None:
+            _check_source("source_token_ids", options.source_token_ids, facts)
         needs_tokenizer = "source_markers" if options.source_markers else "source_text"
         given = options.source_markers or options.source_text
         if given is None:
             return options
-        if tokenizer is None:
+        if facts.tokenizer is None:
             raise RequestOptionError(
                 needs_tokenizer,
                 "this engine runs without a tokenizer; give source_span or source_token_ids",
             )
         cleared = {"source_markers": None, "source_text": None}
         if options.source_text is not None:
-            ids = tokenizer.encode(options.source_text, add_special_tokens=False)
-            return options.model_copy(update={**cleared, "source_token_ids": list(ids)})
+            ids = _tokenise(options.source_text, facts)
+            return options.model_copy(update={**cleared, "source_token_ids": ids})
         assert options.source_markers is not None
-        span = span_between(prompt, *options.source_markers, tokenizer)
+        span = span_between(facts.prompt, *options.source_markers, facts.tokenizer)
         return options.model_copy(update={**cleared, "source_span": span})
+
+
+def _tokenise(text: str, facts: RequestFacts) -> list[int]:
+    limit = _MAX_SOURCE_LENGTHS * _MAX_CHARACTERS_PER_TOKEN * facts.max_model_len
+    if len(text) > limit:
+        raise RequestOptionError(
+            "source_text",
+            f"found {len(text)} characters, expected at most {limit} with max_model_len="
+            f"{facts.max_model_len}; give the part that may be copied",
+        )
+    ids = list(facts.tokenizer.encode(text, add_special_tokens=False))
+    _check_source("source_text", ids, facts)
+    return ids
+
+
+def _check_source(name: str, ids: Sequence[int], facts: RequestFacts) -> None:
+    limit = _MAX_SOURCE_LENGTHS * facts.max_model_len
+    if len(ids) > limit:
+        raise RequestOptionError(
+            name,
+            f"found {len(ids)} tokens, expected at most {limit} with max_model_len="
+            f"{facts.max_model_len}; give the part that may be copied",
+        )
+    for wrong in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= wrong < facts.vocab_size:
+            raise RequestOptionError(
+                name,
+                f"found token id {shown(wrong)}, but the model has {facts.vocab_size} tokens; "
+                f"expected ids from 0 to {facts.vocab_size - 1}",
+            )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_spec_ext.config import AnyOfRule, ExactRule, ScorerOptions
-from vllm_spec_ext.errors import RequestOptionError, SpecExtError
+from vllm_spec_ext.errors import RequestOptionError, SpecExtError, shown
 from vllm_spec_ext.scorers.rules import parse_rule
 
 EXACT = ExactRule()
@@ -52,7 +52,7 @@ def narrow(
     if not isinstance(request_value, Mapping):
         raise RequestOptionError(
             parameter,
-            f'found {request_value!r}; expected "exact" or parameters of the server\'s rule '
+            f'found {shown(request_value)}; expected "exact" or parameters of the server\'s rule '
             f"{server.type!r}",
         )
     given = dict(request_value)
@@ -60,14 +60,14 @@ def narrow(
     if kind == "exact":
         if given:
             raise RequestOptionError(
-                parameter, f'"exact" has no parameters; found {", ".join(map(str, given))}'
+                parameter, f'"exact" has no parameters; found {shown(list(given))}'
             )
         return EXACT
     if kind != server.type:
         raise RequestOptionError(
             parameter,
-            f"found rule {kind!r}, but this server runs {server.type!r}; a request may only make "
-            'that rule stricter or ask for "exact"',
+            f"found rule {shown(kind)}, but this server runs {server.type!r}; a request may only "
+            'make that rule stricter or ask for "exact"',
         )
     if isinstance(server, AnyOfRule):
         return _narrow_members(server, given, parameter)
@@ -95,8 +95,8 @@ def _narrow_values(
         if found > limit:
             raise RequestOptionError(
                 f"{parameter}.{name}",
-                f"found {found}, but the server allows at most {limit}; a request may only make "
-                "the rule stricter",
+                f"found {shown(found)}, but the server allows at most {limit}; a request may only "
+                "make the rule stricter",
             )
     return wanted
 
@@ -108,8 +108,8 @@ def _narrow_members(server: AnyOfRule, given: Mapping[str, Any], parameter: str)
         kinds = ", ".join(rule.type for rule in server.rules)
         raise RequestOptionError(
             parameter,
-            f'found {dict(given)!r}; expected {{"rules": [...]}} with one value (or null) for each '
-            f"of the server's rules: {kinds}",
+            f'found {shown(dict(given))}; expected {{"rules": [...]}} with one value (or null) for '
+            f"each of the server's rules: {kinds}",
         )
     members = [
         narrow(rule, value, f"{parameter}.rules[{index}]")

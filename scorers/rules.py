@@ -19,7 +19,7 @@ from vllm_spec_ext.config import (
     TopKRule,
     parse_options,
 )
-from vllm_spec_ext.errors import SpecExtError, UnknownNameError, UnsupportedError
+from vllm_spec_ext.errors import SpecExtError, UnknownNameError, UnsupportedError, shown
 
 SCHEMAS: dict[str, type[Options]] = {
     "exact": ExactRule,
@@ -66,7 +66,7 @@ def parse_rule(given: str | Mapping[str, Any], owner: str = "scorer") -> ScorerO
         given = {"type": given}
     if not isinstance(given, Mapping):
         raise SpecExtError(
-            f"{owner}: found {given!r}, expected an object such as "
+            f"{owner}: found {shown(given)}, expected an object such as "
             '{"type": "tolerance", "beta": 3, "tau": 1.0}'
         )
     if "type" not in given:

@@ -20,9 +20,12 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_spec_ext.errors import SpecExtError, UnknownNameError
+from vllm_spec_ext.errors import SpecExtError, UnknownNameError, shown
 
 OptionsT = TypeVar("OptionsT", bound="Options")
+
+MAX_MARKER_LENGTH = 1000
+_INT32_MAX = 2**31 - 1
 
 
 class Options(BaseModel):
@@ -48,15 +51,18 @@ class RequestOptions(Options):
     """Acceptance rule of this request: ``"exact"``, or stricter parameters of the server's rule,
     e.g. ``{"k": 1}``; JSON text over HTTP. It can never be looser than the server's."""
 
+    @field_validator("max_draft_tokens")
+    @classmethod
+    def _fit_the_wire(cls, value: int | None) -> int | None:
+        """Options travel to the engine as 64-bit integers; every large bound means no bound."""
+        return None if value is None else min(value, _INT32_MAX)
+
     @field_validator("scorer", mode="before")
     @classmethod
     def _read_scorer(cls, value: Any) -> Any:
         """HTTP's ``vllm_xargs`` carries no objects, so parameters may come as JSON text."""
         if isinstance(value, str) and value.lstrip().startswith("{"):
-            try:
-                return json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"not valid JSON: {error}") from error
+            return parse_json(value)
         return value
 
 
@@ -135,8 +141,8 @@ class InputCopyRequest(RequestOptions):
 
     source_markers: (
         tuple[
-            Annotated[str, StringConstraints(min_length=1)],
-            Annotated[str, StringConstraints(min_length=1)],
+            Annotated[str, StringConstraints(min_length=1, max_length=MAX_MARKER_LENGTH)],
+            Annotated[str, StringConstraints(min_length=1, max_length=MAX_MARKER_LENGTH)],
         ]
         | None
     ) = None
@@ -145,7 +151,9 @@ class InputCopyRequest(RequestOptions):
     source_text: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Text to copy from that need not be in the prompt at all."""
 
-    source_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    source_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(fail_fast=True)] | None
+    ) = None
     """As ``source_text``, already tokenised."""
 
     remember: bool = True
@@ -160,7 +168,7 @@ class InputCopyRequest(RequestOptions):
             raise ValueError(f"give one source, not {len(given)}: {', '.join(given)}")
         if self.source_span is not None and not 0 <= self.source_span[0] < self.source_span[1]:
             raise ValueError(
-                f"source_span={list(self.source_span)} is empty or negative; "
+                f"source_span={shown(list(self.source_span))} is empty or negative; "
                 "expected [start, end) with 0 <= start < end"
             )
         return self
@@ -355,6 +363,25 @@ class BlockwiseOptions(MethodOptions):
         return self
 
 
+def parse_json(text: str) -> Any:
+    """Read JSON text of a client.
+
+    Raises:
+        ValueError: With a short reason, whatever is wrong with the text: its grammar, its depth,
+            numbers of thousands of digits, or NaN and Infinity, which are no JSON.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("not valid JSON: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
 def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) -> OptionsT:
     """Validate a mapping against a schema, with errors a user can act on.
 
@@ -378,7 +405,7 @@ def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) 
             text = problem["msg"].removeprefix("Value error, ")
             if problem["loc"]:  # else it is about several options together
                 where = ".".join(str(part) for part in problem["loc"])
-                text = f"{where}: {text}; found {problem['input']!r}"
+                text = f"{where}: {text}; found {shown(problem['input'])}"
             lines.append(text)
         raise SpecExtError(f"bad option of {owner}: " + "; ".join(lines)) from error
 

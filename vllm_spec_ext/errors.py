@@ -2,7 +2,31 @@
 """Errors for users: each says what was found, what was expected and how to fix it."""
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+
+_MAX_SHOWN = 200
+_MAX_MESSAGE = 2000
+_MAX_PARAMETER = 100
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _MAX_SHOWN
+_SHORT.maxlevel = 4
+
+
+def shown(value: object) -> str:
+    """How a message quotes a value: like ``repr``, but short however long or deep the value is."""
+    try:
+        return _cut(_SHORT.repr(value), _MAX_SHOWN)
+    except Exception:  # an integer of thousands of digits has no repr; a foreign repr may fail
+        return f"a value of type {type(value).__name__}"
+
+
+def _cut(text: str, length: int) -> str:
+    """Text that fits into an HTTP answer: of bounded length, and without lone surrogates."""
+    if len(text) > length:
+        text = text[: length - 3] + "..."
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class SpecExtError(ValueError):
@@ -21,9 +45,10 @@ class UnknownNameError(SpecExtError):
             valid: All names that would have been right.
         """
         valid = sorted(valid)
-        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(name[:_MAX_PARAMETER], valid, n=1, cutoff=0.6)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        super().__init__(f"unknown {kind}: {name!r}.{hint} Valid: {', '.join(valid) or 'none'}.")
+        known = ", ".join(valid) or "none"
+        super().__init__(f"unknown {kind}: {shown(name)}.{hint} Valid: {known}.")
         self.name = name
 
 
@@ -36,12 +61,15 @@ class IncompatibleVLLMError(SpecExtError):
 
 
 class RequestOptionError(SpecExtError):
-    """A wrong per-request option; ``parameter`` names the field for the HTTP answer."""
+    """A wrong per-request option; ``parameter`` names the field for the HTTP answer.
+
+    Both are cut to a length that can be sent back: a client's megabytes are not its answer.
+    """
 
     def __init__(self, parameter: str, message: str) -> None:
         """Compose the message ``parameter: message``."""
-        super().__init__(f"{parameter}: {message}")
-        self.parameter = parameter
+        self.parameter = _cut(parameter, _MAX_PARAMETER)
+        super().__init__(f"{self.parameter}: {_cut(message, _MAX_MESSAGE)}")
 
 
 class ProposerError(RuntimeError):

@@ -9,7 +9,13 @@ import pytest
 
 from vllm_spec_ext.config import InputCopyOptions, InputCopyRequest
 from vllm_spec_ext.errors import RequestOptionError
-from vllm_spec_ext.proposers.base import UNSALTED, EngineHandle, RequestStep, StepContext
+from vllm_spec_ext.proposers.base import (
+    UNSALTED,
+    EngineHandle,
+    RequestFacts,
+    RequestStep,
+    StepContext,
+)
 from vllm_spec_ext.proposers.chat_markers import find_chat_markers
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.replay import Recording, replay
@@ -49,6 +55,10 @@ class WordTokenizer:
     def apply_chat_template(self, turns: list[dict[str, str]], **_: Any) -> str:
         marks = {"user": "<u>", "assistant": "<a>"}
         return " ".join(f"{marks[t['role']]} {t['content']} <e>" for t in turns) + " <a>"
+
+
+def facts(prompt: Sequence[int], tokenizer: Any = None, max_model_len: int = 1000) -> RequestFacts:
+    return RequestFacts(np.array(prompt, np.int32), 100, max_model_len, tokenizer)
 
 
 class Session:
@@ -284,7 +294,7 @@ def test_text_that_is_not_in_the_prompt() -> None:
     assert session.say(10) == SOURCE[1:]
     tokenizer = WordTokenizer()
     asked = InputCopyRequest(source_text="a b c")
-    resolved = InputCopy.resolve_request(asked, np.array([1], np.int32), tokenizer)
+    resolved = InputCopy.resolve_request(asked, facts([1], tokenizer))
     assert resolved.source_text is None
     assert resolved.source_token_ids == tokenizer.encode("a b c")
 
@@ -355,12 +365,12 @@ def test_templates_without_markers(template: str | None) -> None:
 
 def test_text_between_markers() -> None:
     tokenizer = WordTokenizer()
-    prompt = np.array(tokenizer.encode("fix BEGIN wrong END no BEGIN he go home END now"), np.int32)
+    prompt = tokenizer.encode("fix BEGIN wrong END no BEGIN he go home END now")
     asked = InputCopyRequest(source_markers=("BEGIN", "END"))
-    resolved = InputCopy.resolve_request(asked, prompt, tokenizer)
+    resolved = InputCopy.resolve_request(asked, facts(prompt, tokenizer))
     assert resolved.source_span is not None
     start, end = resolved.source_span
-    assert tokenizer.decode(prompt[start:end].tolist()).strip() == "he go home"
+    assert tokenizer.decode(prompt[start:end]).strip() == "he go home"
     assert resolved.source_markers is None
 
 
@@ -375,16 +385,51 @@ def test_text_between_markers() -> None:
 )
 def test_sources_outside_the_prompt(request_options: dict[str, Any], words: str) -> None:
     tokenizer = WordTokenizer()
-    prompt = np.array(tokenizer.encode("a b c"), np.int32)
+    prompt = tokenizer.encode("a b c")
     with pytest.raises(RequestOptionError, match=words) as error:
-        InputCopy.resolve_request(InputCopyRequest(**request_options), prompt, tokenizer)
+        InputCopy.resolve_request(InputCopyRequest(**request_options), facts(prompt, tokenizer))
     assert error.value.parameter == next(iter(request_options))
 
 
 @pytest.mark.parametrize("given", [{"source_text": "a"}, {"source_markers": ("a", "b")}])
 def test_text_without_a_tokenizer(given: dict[str, Any]) -> None:
     with pytest.raises(RequestOptionError, match="without a tokenizer"):
-        InputCopy.resolve_request(InputCopyRequest(**given), np.array([1], np.int32), None)
+        InputCopy.resolve_request(InputCopyRequest(**given), facts([1]))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"source_token_ids": [0, 99, 100]}, "found token id 100, but the model has 100 tokens"),
+        ({"source_token_ids": [2**40]}, "found token id 1099511627776"),
+        ({"source_token_ids": [1] * 33}, "found 33 tokens, expected at most 32"),
+        ({"source_text": "a " * 17}, None),
+        ({"source_text": "a " * 40}, "found 40 tokens, expected at most 32"),
+        ({"source_text": "a" * 257}, "found 257 characters, expected at most 256"),
+        ({"source_token_ids": [0, 99] * 16}, None),
+        ({"source_token_ids": []}, None),
+    ],
+)
+def test_bounds_of_a_source(given: dict[str, Any], words: str | None) -> None:
+    here = facts([1], WordTokenizer(), max_model_len=8)
+    if words is None:
+        assert (
+            InputCopy.resolve_request(InputCopyRequest(**given), here).source_token_ids is not None
+        )
+        return
+    with pytest.raises(RequestOptionError, match=words) as error:
+        InputCopy.resolve_request(InputCopyRequest(**given), here)
+    assert error.value.parameter == next(iter(given))
+
+
+def test_what_was_resolved_can_be_resolved_again_without_a_tokenizer() -> None:
+    """As the engine does with what came from the front end."""
+    tokenizer = WordTokenizer()
+    prompt = tokenizer.encode("BEGIN he go home END")
+    for given in ({"source_text": "he go"}, {"source_markers": ("BEGIN", "END")}, {}):
+        asked = InputCopyRequest.model_validate(given)
+        resolved = InputCopy.resolve_request(asked, facts(prompt, tokenizer))
+        assert InputCopy.resolve_request(resolved, facts(prompt)) == resolved
 
 
 def test_disabled_requests_draft_nothing() -> None:

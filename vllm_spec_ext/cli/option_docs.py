@@ -57,12 +57,15 @@ def describe_type(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> s
             return f"[{', '.join(parts)}]"
         return f"list of {describe_type(field.get('items', {}), definitions)}"
     if kind == "string" and field.get("minLength"):
-        return "non-empty string" if field["minLength"] == 1 else f"string, {_length(field)}"
+        return _length(field)
     return f"{kind}{_bounds(field)}"
 
 
 def _length(field: Mapping[str, Any]) -> str:
-    return f"at least {field['minLength']} characters"
+    least, most = field["minLength"], field.get("maxLength")
+    if most is not None:
+        return f"string of {least}..{most} characters"
+    return "non-empty string" if least == 1 else f"string, at least {least} characters"
 
 
 def _bounds(field: Mapping[str, Any]) -> str:

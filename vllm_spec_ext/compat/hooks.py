@@ -60,6 +60,24 @@ FUNCTIONS: tuple[Hook, ...] = (
         type="EngineCoreRequest",
     ),
     Hook(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.add_request",
+        "a server resolves per-request options on a thread, not on its event loop",
+        names=("request_id", "prompt", "params"),
+    ),
+    Hook(
+        "vllm.distributed.parallel_state",
+        "get_tp_group",
+        "rank 0 of it drafts, the others follow",
+        exact=True,
+        type="GroupCoordinator",
+    ),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner._bookkeeping_sync",
+        "takes back draws of unfinished prompts, which a CPU generator cannot",
+    ),
+    Hook(
         "vllm.v1.spec_decode.custom_class_proposer",
         "create_custom_proposer",
         "vLLM builds our drafter from the class path in the configuration",

@@ -24,6 +24,20 @@ CLASSES: tuple[Reads, ...] = (
         },
     ),
     Reads(
+        "vllm.engine.arg_utils", "AsyncEngineArgs", "made by servers, not by offline engines", {}
+    ),
+    Reads(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator",
+        "what rank 0 decides reaches the other ranks of its group",
+        {
+            "world_size": "int",
+            "rank_in_group": "int",
+            "broadcast_object": "Callable[..., object]",
+            "broadcast": "Callable[..., torch.Tensor]",
+        },
+    ),
+    Reads(
         "vllm.config.vllm",
         "VllmConfig",
         "the parts of the engine's configuration",
@@ -75,7 +89,6 @@ CLASSES: tuple[Reads, ...] = (
         {
             "worker_cls": "str",
             "rank": "int",
-            "world_size": "int",
             "pipeline_parallel_size": "int",
             "decode_context_parallel_size": "int",
             "prefill_context_parallel_size": "int",
@@ -142,6 +155,7 @@ CLASSES: tuple[Reads, ...] = (
         "whose engine a request is for",
         {
             "process_inputs": "Callable[..., EngineCoreRequest]",
+            "model_config": "ModelConfig",
             "speculative_config": "SpeculativeConfig | None",
             "tokenizer": "object",
         },
@@ -150,7 +164,20 @@ CLASSES: tuple[Reads, ...] = (
         "vllm.v1.engine",
         "EngineCoreRequest",
         "the request that per-request options are resolved for",
-        {"sampling_params": "SamplingParams | None", "prompt_token_ids": "list[int] | None"},
+        {
+            "sampling_params": "SamplingParams | None",
+            "prompt_token_ids": "list[int] | None",
+            "cache_salt": "str | None",
+        },
+    ),
+    Reads(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM",
+        "a server's engine, whose requests are resolved on a thread",
+        {
+            "add_request": "Callable[..., Awaitable[object]]",
+            "input_processor": "InputProcessor",
+        },
     ),
     Reads(
         "vllm.sampling_params",
@@ -174,7 +201,7 @@ CLASSES: tuple[Reads, ...] = (
         "vllm.v1.worker.gpu_worker",
         "Worker",
         "holds the runner that we specialise",
-        {"model_runner": "GPUModelRunner"},
+        {"model_runner": "GPUModelRunner", "shutdown": "Callable[[], None]"},
     ),
     Reads(
         "vllm.v1.worker.gpu_model_runner",
@@ -186,6 +213,7 @@ CLASSES: tuple[Reads, ...] = (
             "compilation_config": "CompilationConfig",
             "cudagraph_dispatcher": "CudagraphDispatcher",
             "device": "torch.device",
+            "discard_request_mask": "CpuGpuBuffer",
             "drafter": "object",
             "get_kv_cache_spec": "Callable[[], dict[str, KVCacheSpec]]",
             "input_batch": "InputBatch",
@@ -212,8 +240,15 @@ CLASSES: tuple[Reads, ...] = (
             "scheduled_spec_decode_tokens": "dict[str, list[int]]",
             "num_spec_tokens_to_schedule": "int",
             "finished_req_ids": "set[str]",
+            "scheduled_new_reqs": "list[NewRequestData]",
             "preempted_req_ids": "set[str] | None",
         },
+    ),
+    Reads(
+        "vllm.v1.core.sched.output",
+        "NewRequestData",
+        "a request that the worker has not seen, or a session's next turn",
+        {"req_id": "str"},
     ),
     Reads(
         "vllm.v1.worker.gpu_input_batch",
@@ -221,7 +256,10 @@ CLASSES: tuple[Reads, ...] = (
         "the requests of a step, row by row",
         {
             "req_ids": "list[str]",
+            "req_id_to_index": "dict[str, int]",
+            "vocab_size": "int",
             "block_table": "MultiGroupBlockTable",
+            "generators": "dict[int, torch.Generator]",
             "sampling_metadata": "SamplingMetadata",
             "temperature_cpu": "numpy.ndarray",
             "token_ids_cpu": "numpy.ndarray",

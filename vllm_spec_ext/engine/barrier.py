@@ -164,7 +164,6 @@ def _distribution_problem(draft: Draft, vocab_size: int) -> tuple[str, str] | No
     return None
 
 
-def _shown(value: Any) -> str:
-    shape = getattr(value, "shape", None)
+def _shown(value: object) -> str:
     kind = type(value).__name__
-    return kind if shape is None else f"{kind} {getattr(value, 'dtype', '')}{list(shape)}"
+    return f"{kind} {value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else kind

@@ -46,7 +46,7 @@ def num_scratch_blocks(tree: bool, num_draft_tokens: int, max_num_seqs: int) -> 
     return min(max_num_seqs, _MAX_TREES) * num_draft_tokens if tree else 0
 
 
-def _close(proposer: Any) -> None:
+def _close(proposer: BaseProposer) -> None:
     """Let a proposer save what it keeps; those of third parties need no such method."""
     close = getattr(proposer, "close", None)
     if close is None:

@@ -9,21 +9,32 @@ they wait, and take their part in the target's layers that it calls, as these ar
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
 ResultT = TypeVar("ResultT")
 
-# Calls into the target that a proposer may make; each takes one tensor and returns one.
-SHARED_CALLS = ("compute_logits", "embed_input_ids")
+
+class SharedLayers(Protocol):
+    """What a proposer may call of a target; all ranks compute it together."""
+
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor | None:
+        """[n, vocab] of states [n, hidden]."""
+
+    def embed_input_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] of token ids [n]."""
 
 
 @dataclass(frozen=True)
 class Call:
     """A layer of the target that all ranks compute together."""
 
-    name: str
+    is_embedding: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -46,7 +57,9 @@ class Failure:
 class Ranks:
     """The workers of one tensor-parallel group."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    _target: SharedLayers
+
+    def __init__(self, group: "GroupCoordinator", device: torch.device) -> None:
         """Join the group.
 
         Args:
@@ -55,7 +68,6 @@ class Ranks:
         """
         self._group = group
         self._device = device
-        self._target: Any = None
 
     @property
     def is_alone(self) -> bool:
@@ -69,7 +81,7 @@ class Ranks:
 
     def share_target(self, target: torch.nn.Module) -> Any:
         """What a proposer sees of the target: its shared layers are computed by all ranks."""
-        self._target = target
+        self._target = cast(SharedLayers, target)
         return target if self.is_alone else SharedTarget(self, target)
 
     def lead(
@@ -103,25 +115,29 @@ class Ranks:
             self._group.broadcast(tensor)
         return value, tensors
 
-    def call(self, name: str, argument: torch.Tensor) -> Any:
+    def call(self, argument: torch.Tensor, *, is_embedding: bool) -> torch.Tensor | None:
         """On rank 0: compute a shared layer of the target together with the other ranks."""
         argument = argument.contiguous()
-        self._group.broadcast_object(Call(name, tuple(argument.shape), argument.dtype))
+        self._group.broadcast_object(Call(is_embedding, tuple(argument.shape), argument.dtype))
         self._group.broadcast(argument)
-        return getattr(self._target, name)(argument)
+        return self._compute(argument, is_embedding)
+
+    def _compute(self, argument: torch.Tensor, is_embedding: bool) -> torch.Tensor | None:
+        layer = self._target.embed_input_ids if is_embedding else self._target.compute_logits
+        return layer(argument)
 
     def _follow(self) -> tuple[Any, Sequence[torch.Tensor]]:
         while True:
-            message = self._group.broadcast_object()
+            message: Call | Result[Any] | Failure = self._group.broadcast_object()
             if isinstance(message, Call):
                 argument = self._receive(message.shape, message.dtype)
                 with torch.inference_mode():
-                    getattr(self._target, message.name)(argument)
+                    self._compute(argument, message.is_embedding)
             elif isinstance(message, Result):
                 received = [self._receive(shape, dtype) for shape, dtype in message.tensors]
                 return message.value, received
             else:
-                raise RuntimeError(f"rank 0 of this worker's group failed: {message.message}")
+                raise RuntimeError(f"rank 0 of this worker's group failed: {message}")
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
@@ -137,6 +153,6 @@ class SharedTarget:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._target, name)  # AttributeError where the target has no such layer
-        if name not in SHARED_CALLS:
+        if name not in ("compute_logits", "embed_input_ids"):
             return found
-        return lambda argument: self._ranks.call(name, argument)
+        return partial(self._ranks.call, is_embedding=name == "embed_input_ids")

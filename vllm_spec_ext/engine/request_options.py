@@ -4,29 +4,27 @@
 Offline a client writes ``extra_args={"spec_ext": {"source_span": [3, 40]}}``. HTTP's
 ``vllm_xargs`` takes no nested objects, so there each option is a key of its own,
 ``{"spec_ext.source_span": [3, 40]}``, or ``"spec_ext"`` holds JSON text. Both forms work in both
-places. vLLM 0.32 has no hook for checking ``extra_args`` against the prompt, so once a
-configuration asks for our methods the front end's ``InputProcessor.process_inputs`` is wrapped.
+places. :mod:`vllm_spec_ext.engine.request_door` calls this for every request.
 
-The wrapper also tells the worker a request's share group, which vLLM keeps from it: the salt stays
-in the scheduler. It travels among the extra arguments too, and what a client put there is dropped.
+It also tells the worker a request's share group, which vLLM keeps from it: the salt stays in the
+scheduler. The group travels among the extra arguments too, and what a client put there is dropped.
 """
 
-import functools
 import hashlib
-import json
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from vllm_spec_ext.config import EtaOptions, RequestOptions, parse_options
-from vllm_spec_ext.errors import RequestOptionError, SpecExtError
+from vllm_spec_ext.config import EtaOptions, RequestOptions, parse_json, parse_options
+from vllm_spec_ext.errors import RequestOptionError, SpecExtError, shown
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.proposers.base import UNSALTED
+from vllm_spec_ext.proposers.base import UNSALTED, RequestFacts
 from vllm_spec_ext.scorers.narrow import narrow
 
 if TYPE_CHECKING:
     from vllm_spec_ext.engine.spec_config import MethodSettings
+
+logger = logging.getLogger("vllm.spec_ext")
 
 KEY = "spec_ext"
 
@@ -37,7 +35,21 @@ GROUP_KEY = "spec_ext_share_group"
 ETA_KEYS = {"eta_cutoff": "epsilon", "eta_alpha": "alpha"}
 
 _PREFIX = KEY + "."
-_WRAPPED_BY = "_spec_ext_wrapped"
+
+# JSON text of a request may be this long for each token of max_model_len, and in all: twice the
+# longest source text that input_copy takes, as JSON escapes some characters.
+_JSON_CHARACTERS_PER_TOKEN = 64
+_JSON_CHARACTERS = 4096
+
+
+class ResolvedOptions(dict[str, Any]):
+    """Options that were checked and resolved, as they travel to the engine; never changed.
+
+    vLLM copies sampling parameters deeply, several times a request; these are not copied.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ResolvedOptions":
+        return self
 
 
 def collect(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -48,24 +60,31 @@ def collect(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in (extra_args or {}).items():
-        if name.startswith(_PREFIX):
-            found[name.removeprefix(_PREFIX)] = value
-        elif name == KEY:
+        if name == KEY:
             found.update(_as_object(value))
+        elif _is_prefixed(name):
+            found[name.removeprefix(_PREFIX)] = value
     return found
 
 
 def _as_object(value: Any) -> Mapping[str, Any]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise RequestOptionError(KEY, f"not valid JSON: {error}") from error
+            value = parse_json(value)
+        except ValueError as error:
+            raise RequestOptionError(KEY, str(error)) from error
     if not isinstance(value, Mapping):
         raise RequestOptionError(
             KEY, f"found {type(value).__name__}, expected an object of options"
         )
+    for name in value:
+        if not isinstance(name, str):
+            raise RequestOptionError(KEY, f"found {shown(name)}, expected names of options")
     return value
+
+
+def _is_prefixed(name: object) -> bool:
+    return isinstance(name, str) and name.startswith(_PREFIX)
 
 
 def parse_request(
@@ -118,39 +137,60 @@ def parse_eta(extra_args: Mapping[str, Any] | None) -> EtaOptions | None:
 
 def has_options(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether a request carries options of ours; most do not, and pay nothing."""
-    return any(
-        name == KEY or name.startswith(_PREFIX) or name in ETA_KEYS for name in extra_args or ()
-    )
+    return any(name == KEY or name in ETA_KEYS or _is_prefixed(name) for name in extra_args or ())
 
 
-def resolve(
-    settings: "MethodSettings",
-    extra_args: Mapping[str, Any] | None,
-    prompt_token_ids: list[int],
-    tokenizer: Any,
-) -> dict[str, Any]:
-    """Extra arguments as the engine gets them: checked, and resolved against the prompt.
+def check_options(
+    settings: "MethodSettings", extra_args: Mapping[str, Any] | None, facts: RequestFacts
+) -> RequestOptions:
+    """A request's options, checked against the method, the server's rule and the prompt.
 
     Raises:
         RequestOptionError: Naming the field.
     """
-    parse_eta(extra_args)
     proposer = registry.load(settings.method)
     options = parse_request(proposer.info.request_options, extra_args, settings.method)
     narrow(settings.rule, options.scorer, _PREFIX + "scorer")
-    prompt = np.asarray(prompt_token_ids, np.int32)
     try:
-        options = proposer.resolve_request(options, prompt, tokenizer)
+        return proposer.resolve_request(options, facts)
     except RequestOptionError as error:
         # A proposer knows its fields by their bare names; the client wrote the prefix.
         message = str(error).removeprefix(f"{error.parameter}: ")
         raise RequestOptionError(_PREFIX + error.parameter, message) from error
+
+
+def resolve(
+    settings: "MethodSettings", extra_args: Mapping[str, Any] | None, facts: RequestFacts
+) -> dict[str, Any]:
+    """Extra arguments as the engine gets them: checked, and resolved against the prompt.
+
+    Raises:
+        RequestOptionError: Naming the field; for a failure that nobody thought of, too.
+    """
+    try:
+        _check_lengths(extra_args, facts)
+        eta = parse_eta(extra_args)
+        options = check_options(settings, extra_args, facts)
+        resolved = ResolvedOptions(options.model_dump(mode="json", exclude_defaults=True))
+    except RequestOptionError:
+        raise
+    except Exception as error:
+        logger.exception("vllm-spec-ext: a request's options could not be read")
+        names = [name for name in extra_args or () if _is_prefixed(name)]
+        raise RequestOptionError(
+            names[0] if len(names) == 1 else KEY,
+            f"could not be read ({type(error).__name__}); found the options "
+            f"{shown(names or [KEY])}",
+        ) from error
     others = {
         name: value
         for name, value in (extra_args or {}).items()
-        if name != KEY and not name.startswith(_PREFIX)
+        if name != KEY and name not in ETA_KEYS and not _is_prefixed(name)
     }
-    return {**others, KEY: options.model_dump(mode="json", exclude_defaults=True)}
+    if eta is not None:  # as numbers that travel; a client's integer may have any size
+        values = {key: getattr(eta, field) for key, field in ETA_KEYS.items()}
+        others.update({key: value for key, value in values.items() if value is not None})
+    return {**others, KEY: resolved}
 
 
 def share_group(cache_salt: str | None, share_unsalted: bool) -> str | None:
@@ -181,39 +221,14 @@ def parse_share_group(extra_args: Mapping[str, Any] | None) -> str | None:
     return group if isinstance(group, str) else None
 
 
-def install_request_validation() -> None:
-    """Wrap ``InputProcessor.process_inputs`` of this process, once."""
-    from vllm.exceptions import VLLMValidationError
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    from vllm_spec_ext.engine.spec_config import SpecExtConfig
-
-    original = InputProcessor.process_inputs
-    if getattr(original, _WRAPPED_BY, False):
-        return
-
-    @functools.wraps(original)
-    def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
-        request = original(self, *args, **kwargs)
-        params = request.sampling_params
-        if not isinstance(self.speculative_config, SpecExtConfig) or params is None:
-            return request
-        settings = self.speculative_config.spec_ext
-        # `params` is the request's own copy here; the caller's object stays as it was.
-        group = share_group(request.cache_salt, settings.share_unsalted)
-        params.extra_args = with_share_group(params.extra_args, group)
-        if not has_options(params.extra_args):
-            return request
-        try:
-            params.extra_args = resolve(
-                settings,
-                params.extra_args,
-                request.prompt_token_ids or [],
-                self.tokenizer,
+def _check_lengths(extra_args: Mapping[str, Any] | None, facts: RequestFacts) -> None:
+    """Refuse JSON text that takes long to read, before it is read."""
+    limit = _JSON_CHARACTERS_PER_TOKEN * facts.max_model_len + _JSON_CHARACTERS
+    for name in (KEY, _PREFIX + "scorer"):
+        value = (extra_args or {}).get(name)
+        if isinstance(value, str) and len(value) > limit:
+            raise RequestOptionError(
+                name,
+                f"found {len(value)} characters, expected at most {limit} with "
+                f"max_model_len={facts.max_model_len}",
             )
-        except RequestOptionError as error:
-            raise VLLMValidationError(str(error), parameter=error.parameter) from error
-        return request
-
-    setattr(process_inputs, _WRAPPED_BY, True)
-    InputProcessor.process_inputs = process_inputs

@@ -9,10 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_spec_ext.config import EtaOptions, RequestOptions, ScorerOptions
-from vllm_spec_ext.engine.request_options import parse_eta, parse_request, parse_share_group
+from vllm_spec_ext.engine.request_options import (
+    check_options,
+    has_options,
+    parse_eta,
+    parse_share_group,
+)
 from vllm_spec_ext.engine.spec_config import MethodSettings
-from vllm_spec_ext.errors import RequestOptionError
 from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import RequestFacts
 from vllm_spec_ext.scorers.narrow import narrow
 
 if TYPE_CHECKING:
@@ -32,22 +37,30 @@ class RequestState:
     share_group: str | None = None  # see RequestStep
 
 
-def read_request(params: "SamplingParams", settings: MethodSettings) -> RequestState:
+def read_request(
+    params: "SamplingParams", settings: MethodSettings, facts: RequestFacts
+) -> RequestState:
     """Parse a request's ``SamplingParams``.
 
-    The front end has refused bad options already; what went around it runs with defaults.
+    The front end has refused bad options already; what went around it runs with defaults. Nothing
+    a request says may raise here: that would end the engine, and all other requests with it.
     """
-    schema = registry.info(settings.method).request_options
-    options, rule, eta = schema(), None, None
-    try:
-        options = parse_request(schema, params.extra_args, settings.method)
-        if options.scorer is not None:
-            rule = narrow(settings.rule, options.scorer)
-        eta = parse_eta(params.extra_args)
-    except RequestOptionError as error:
-        logger.warning("vllm-spec-ext: %s; the request runs with defaults", error)
+    options, rule, eta = registry.info(settings.method).request_options(), None, None
+    if has_options(params.extra_args):
+        try:
+            options, rule, eta = _read_options(params, settings, facts)
+        except Exception as error:
+            logger.warning("vllm-spec-ext: %s; the request runs with defaults", error)
     exact = set(params.all_stop_token_ids)
     if params.eos_token_id is not None:
         exact.add(params.eos_token_id)
     exact_ids = np.array(sorted(exact), np.int64)
     return RequestState(options, rule, eta, exact_ids, parse_share_group(params.extra_args))
+
+
+def _read_options(
+    params: "SamplingParams", settings: MethodSettings, facts: RequestFacts
+) -> tuple[RequestOptions, ScorerOptions | None, EtaOptions | None]:
+    options = check_options(settings, params.extra_args, facts)
+    rule = None if options.scorer is None else narrow(settings.rule, options.scorer)
+    return options, rule, parse_eta(params.extra_args)

@@ -36,7 +36,13 @@ from vllm_spec_ext.engine.tree_plan import (
     segment_bounds,
 )
 from vllm_spec_ext.engine.verification_cost import VerificationCost
-from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext, StepOutcome
+from vllm_spec_ext.proposers.base import (
+    Draft,
+    RequestFacts,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+)
 from vllm_spec_ext.scorers.rules import is_strict
 from vllm_spec_ext.scorers.tree import Walk
 
@@ -497,7 +503,14 @@ class SpecRunnerMixin:
         state = self._states.get(request_id)
         if state is None:
             params = self.requests[request_id].sampling_params
-            state = read_request(params, self.speculative_config.spec_ext)
+            batch = self.input_batch
+            row = batch.req_id_to_index[request_id]
+            facts = RequestFacts(
+                prompt=batch.token_ids_cpu[row, : batch.num_prompt_tokens[row]],
+                vocab_size=batch.vocab_size,
+                max_model_len=self.max_model_len,
+            )
+            state = read_request(params, self.speculative_config.spec_ext, facts)
             self._states[request_id] = state
         return state
 

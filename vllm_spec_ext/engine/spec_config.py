@@ -24,7 +24,7 @@ from vllm_spec_ext.engine.limits import (
     worker_class,
 )
 from vllm_spec_ext.engine.metrics import publish
-from vllm_spec_ext.engine.request_options import install_request_validation
+from vllm_spec_ext.engine.request_door import install_request_validation
 from vllm_spec_ext.engine.shared_counters import make_folder
 from vllm_spec_ext.engine.target_tokenizer import load_tokenizer
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError

@@ -26,9 +26,9 @@ class SpecWorkerMixin:
 
     def shutdown(self) -> None:
         """Let the proposer save what it keeps; worker processes may end without exit handlers."""
-        drafter = getattr(getattr(self, "model_runner", None), "drafter", None)
-        if drafter is not None:
-            drafter.close()
+        runner: SpecRunnerMixin | None = getattr(self, "model_runner", None)
+        if runner is not None:  # else it failed while it started
+            runner.drafter.close()
         super().shutdown()  # type: ignore[misc]
 
     def spec_ext_stats(self) -> dict[str, list[float]]:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No HTTP request kills, stalls or bloats a server, or changes another one's text.
+
+A few hundred random requests for each configuration; ``VLLM_SPEC_FUZZ_REQUESTS=10000`` or
+``python tests/e2e/fuzz_load.py --requests 10000`` for a long run.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from fuzz_load import CONFIGURATIONS, MAX_GROWTH_BYTES, NAME, fuzz, serving
+from request_fuzz import RIGHT, WRONG, generate
+
+from vllm_spec_ext.cli.plugin_visibility import invisible_because
+from vllm_spec_ext.proposers import registry
+
+COUNT = int(os.environ.get("VLLM_SPEC_FUZZ_REQUESTS", "400"))
+SEED = int(os.environ.get("VLLM_SPEC_FUZZ_SEED", "0"))
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="needs aiohttp"),
+    pytest.mark.skipif(
+        invisible_because() is not None, reason=f"vLLM sees no plugin: {invisible_because()}"
+    ),
+]
+
+
+def test_every_request_option_of_every_method_is_fuzzed() -> None:
+    known = {
+        field
+        for name in registry.BUILTIN
+        for field in registry.info(name).request_options.model_fields
+    }
+    assert set(RIGHT) == set(WRONG) == known
+
+
+def test_a_seed_gives_the_same_requests() -> None:
+    one, two = (list(generate(5, 50, NAME, ["enabled", "scorer"])) for _ in range(2))
+    assert one == two
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sys.path.append(str(Path(__file__).parents[1] / "engine"))
+    from tiny_model import build_tiny_model
+
+    return build_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.timeout(600 + COUNT)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_no_request_harms_a_server(configuration: str, model: Path, tmp_path: Path) -> None:
+    speculative = CONFIGURATIONS[configuration]
+    method = speculative["method"]
+    with serving(model, tmp_path / "server.log", speculative) as server:
+        warm = fuzz(server, method, SEED + 1, 100)
+        before = server.memory_bytes()
+        report = fuzz(server, method, SEED, COUNT)
+        assert server.is_alive()
+        grown = server.memory_bytes() - before
+    assert warm.failures + report.failures == [], f"{warm.text()}\n{report.text()}"
+    assert sum(report.statuses.values()) == COUNT
+    assert report.statuses["200"] > COUNT / 5
+    assert report.statuses["400"] > COUNT / 5
+    assert grown < MAX_GROWTH_BYTES, report.text()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No request ends or stalls an engine: bad options are refused, slow ones wait on a thread."""
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from generation import sampling_params
+
+from vllm_spec_ext.engine.request_options import ResolvedOptions
+
+PROMPT = "one two three four one two"
+
+
+def ask(engine: Any, extra_args: dict[str, Any] | None) -> list[int]:
+    params = sampling_params({"max_tokens": 6})
+    params.extra_args = extra_args
+    (out,) = engine.generate(PROMPT, params, use_tqdm=False)
+    return list(out.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"source_token_ids": [1, 512]},
+        {"source_token_ids": [2**40]},
+        {"source_token_ids": [-1]},
+        {"source_token_ids": [1] * 2000},
+        {"source_span": [0, 2**40]},
+        {"source_text": "text without a tokenizer"},
+        {"scorer": {"type": {"a": 1}}},
+        {"max_draft_tokens": "many"},
+    ],
+)
+def test_what_went_around_the_front_end_runs_with_defaults(
+    options: dict[str, Any], make_engine: Any
+) -> None:
+    engine = make_engine(speculative_config={"method": "input_copy", "num_speculative_tokens": 16})
+    plain = ask(engine, None)
+    # Options that look resolved are not looked at again before the worker.
+    assert ask(engine, {"spec_ext": ResolvedOptions(options)}) == plain
+    assert ask(engine, {"spec_ext": ResolvedOptions(options), "eta_cutoff": "x"}) == plain
+
+
+class FakeServer:
+    """As much of an ``AsyncLLM`` as a request passes before it reaches the engine."""
+
+    def __init__(self, model: Path) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        speculative = {"method": "input_copy", "num_speculative_tokens": 4}
+        args = EngineArgs(model=str(model), speculative_config=speculative, max_model_len=128)
+        config = args.create_engine_config()
+        self.encoding_threads: list[int] = []
+        self.may_encode = threading.Event()
+        self.input_processor = SimpleNamespace(
+            speculative_config=config.speculative_config,
+            model_config=config.model_config,
+            tokenizer=SimpleNamespace(encode=self.encode),
+        )
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self.encoding_threads.append(threading.get_ident())
+        assert self.may_encode.wait(60)
+        return [1, 2, 3]
+
+
+async def add_request(self: Any, request_id: str, prompt: Any, params: Any) -> Any:
+    """Stands for vLLM's own: gives back the parameters that it got."""
+    return params
+
+
+def test_a_server_resolves_options_beside_its_event_loop(tiny_model: Path) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_spec_ext.engine.request_door import _resolving_first
+
+    server, add = FakeServer(tiny_model), _resolving_first(add_request)
+    prompt = {"type": "token", "prompt_token_ids": [5, 6, 7]}
+    given = {"spec_ext.source_text": "text", "other": 1}
+
+    async def serve() -> None:
+        params = sampling_params({})
+        params.extra_args = given
+        waiting = asyncio.create_task(add(server, "slow", prompt, params))
+        while not server.encoding_threads:
+            await asyncio.sleep(0.001)  # the loop goes on while the tokenizer is busy
+        plain = sampling_params({})
+        assert await add(server, "plain", prompt, plain) is plain
+        assert not waiting.done()
+        server.may_encode.set()
+        resolved = await waiting
+        assert params.extra_args is given, "the caller's object stays as it was"
+        assert resolved.extra_args == {"other": 1, "spec_ext": {"source_token_ids": [1, 2, 3]}}
+        assert isinstance(resolved.extra_args["spec_ext"], ResolvedOptions)
+        params.extra_args = {"spec_ext.source_span": [0, 9]}
+        with pytest.raises(VLLMValidationError, match="the prompt has 3 tokens") as error:
+            await add(server, "wrong", prompt, params)
+        assert error.value.parameter == "spec_ext.source_span"
+        for refused in ([], [2**40], [-1], [1] * 128):  # by vLLM, which says why
+            odd = {"type": "token", "prompt_token_ids": refused}
+            assert await add(server, "odd", odd, params) is params
+
+    asyncio.run(serve())
+    assert server.encoding_threads != [threading.get_ident()]
