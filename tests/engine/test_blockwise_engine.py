@@ -136,7 +136,9 @@ def test_sampled_output_has_the_targets_law(
     for options in ({}, {"draw": True}, {"tree": True, "candidates": 2}):
         size = 6 if "tree" in options else 3
         config = {"method": "blockwise", "model": str(folder), "num_speculative_tokens": size}
-        engine = make_engine(**common, speculative_config={**config, "pays": False, **options})
+        engine = make_engine(
+            **common, speculative_config={**config, "adaptive_length": False, **options}
+        )
         drafter = runner_of(engine).drafter
         accepted: list[int] = []
         observe = drafter._proposer.observe

@@ -7,7 +7,14 @@ import pytest
 from pydantic import ValidationError
 
 from vllm_spec_ext import config
-from vllm_spec_ext.config import InputCopyOptions, InputCopyRequest, Options, parse_options
+from vllm_spec_ext.config import (
+    AdaptiveNgramOptions,
+    InputCopyOptions,
+    InputCopyRequest,
+    MethodOptions,
+    Options,
+    parse_options,
+)
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 
 
@@ -67,6 +74,17 @@ def test_unknown_names_carry_the_name() -> None:
         parse_options(InputCopyOptions, {"matsch": "best"}, "input_copy")
     assert error.value.name == "matsch"
     assert "'match'" in str(error.value)
+
+
+def test_a_renamed_option_is_refused_with_its_new_name() -> None:
+    with pytest.raises(UnknownNameError, match="now called 'adaptive_length'"):
+        parse_options(InputCopyOptions, {"pays": False}, "input_copy")
+
+
+def test_every_method_adapts_its_length_but_the_published_preset() -> None:
+    assert MethodOptions().adaptive_length
+    assert AdaptiveNgramOptions().adaptive_length
+    assert not AdaptiveNgramOptions(preset="aded_reference").adaptive_length
 
 
 def test_one_source_a_request() -> None:

@@ -135,6 +135,10 @@ class Drafter:
             branching_drafts=sum(draft.parents is not None for draft in drafts),
         )
 
+    def count_held_back(self, num_requests: int) -> None:
+        """Count requests that may draft less than they have room for, to save time."""
+        self._counters.add(held_back=num_requests)
+
     def finish(self, request_ids: Sequence[str]) -> None:
         """Free the proposer's state of these requests."""
         self._proposer.finish(request_ids)

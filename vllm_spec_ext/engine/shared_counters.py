@@ -28,6 +28,7 @@ COUNTERS = {
     "verified_nodes": "Draft tokens that the target judged.",
     "accepted_nodes": "Draft tokens that it accepted.",
     "branching_drafts": "Drafts with branches.",
+    "held_back": "Requests' steps in which drafts were limited or left out because they lost time.",
 }
 BUCKETS_US = (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000)
 _INDEX = {name: place for place, name in enumerate(COUNTERS)}

@@ -15,7 +15,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_spec_ext import compat
-from vllm_spec_ext.config import MethodOptions, ScorerOptions, parse_options
+from vllm_spec_ext.config import MethodOptions, ScorerOptions, parse_options, unknown_option
 from vllm_spec_ext.engine.limits import (
     MAX_DRAFT_TOKENS,
     refuse_processed_logprobs,
@@ -26,7 +26,7 @@ from vllm_spec_ext.engine.metrics import publish
 from vllm_spec_ext.engine.request_options import install_request_validation
 from vllm_spec_ext.engine.shared_counters import make_folder
 from vllm_spec_ext.engine.target_tokenizer import load_tokenizer
-from vllm_spec_ext.errors import SpecExtError, UnknownNameError
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import ProposerInfo, TargetFacts
 from vllm_spec_ext.scorers.rules import check_rule, is_strict, parse_rule
@@ -115,7 +115,7 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
     for key in values:
         if key not in found.options.model_fields:
             valid = ["method", *VLLM_OPTIONS, *RULE_OPTIONS, *found.options.model_fields]
-            raise UnknownNameError(f"option of {method}", key, valid)
+            raise unknown_option(method, key, valid)
     if not isinstance(allow_lossy, bool):
         raise SpecExtError(f"allow_lossy: found {allow_lossy!r}, expected true or false")
     options = parse_options(found.options, values, method)
