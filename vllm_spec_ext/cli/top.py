@@ -80,6 +80,7 @@ def engine_rows(now: Snapshot, before: Snapshot | None) -> Iterable[list[str]]:
             _ratio(since.get("accepted_nodes", 0.0), verified, percent=True),
             _acceptance_length(since),
             _ratio(since.get("empty_drafts", 0.0), steps, percent=True),
+            _ratio(since.get("held_back", 0.0), steps, percent=True),
             " / ".join("-" if math.isnan(value) else f"< {value:g}" for value in slow),
         ]
 
@@ -117,6 +118,7 @@ def table(now: Snapshot, before: Snapshot | None) -> Table:
         "accepted",
         "acceptance length",
         "no draft",
+        "held back",
         "drafter us p50 / p99",
     ):
         view.add_column(heading, justify="right")
