@@ -47,7 +47,7 @@ def test_defaults_are_valid_and_frozen() -> None:
     ("given", "words"),
     [
         ({"max_ngam": 3}, "Did you mean 'max_ngram'?"),
-        ({"zzz": 3}, "Valid: also_output,"),
+        ({"zzz": 3}, "Valid: adaptive_length, also_output,"),
         ({"max_ngram": 0}, "max_ngram: Input should be greater than or equal to 1; found 0"),
         ({"max_ngram": 65}, "less than or equal to 64; found 65"),
         ({"max_ngram": "many"}, "found 'many'"),
