@@ -172,7 +172,7 @@ class Blockwise(BaseProposer):
     def _confidence(self, min_probability: float | None) -> float:
         """Least path probability of a node that is drafted; 0 drafts all."""
         least = self._options.min_confidence
-        if self._options.pays and min_probability is not None:
+        if self._options.adaptive_length and min_probability is not None:
             least = max(least, self._worth.confidence(min_probability))
         return least
 

@@ -197,7 +197,7 @@ class InputCopy(BaseProposer):
         options = self.options
         if options.growth:
             room = min(room, max(options.first_draft, options.growth * num_agreeing))
-        if options.pays and min_probability is not None:
+        if options.adaptive_length and min_probability is not None:
             room = self._rates.worthwhile(kind, min_probability, room)
         return room
 

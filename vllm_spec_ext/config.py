@@ -7,7 +7,7 @@ No vLLM or torch import: this module loads in milliseconds.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -36,6 +36,10 @@ class Options(BaseModel):
 
 class MethodOptions(Options):
     """Options of one method, set once for the engine beside vLLM's own in the same JSON."""
+
+    adaptive_length: bool = True
+    """Draft no more than pays off, as measured while serving, and nothing where plain decoding is
+    faster; ``false`` always drafts all that the method finds."""
 
 
 class RequestOptions(Options):
@@ -96,10 +100,6 @@ class InputCopyOptions(MethodOptions):
     growth: int = Field(default=8, ge=0)
     """Draft at most this many tokens for each token that agrees with the source so far, and at
     least ``first_draft``: a weak match then costs little. 0 always drafts to the cap."""
-
-    pays: bool = True
-    """Draft only as far as a token's chance of acceptance, learned while serving, is worth the
-    time that verifying it costs on this machine at this batch size."""
 
     first_draft: int = Field(default=12, ge=1)
     """Draft tokens after the weakest match, see ``growth``."""
@@ -220,10 +220,6 @@ class AdaptiveNgramOptions(MethodOptions):
     greedy_extension: bool = False
     """Append to every sequence of ``mcts`` its most probable next token."""
 
-    pays: bool = True
-    """Raise or lower ``min_confidence`` to what verifying a token costs on this machine at this
-    batch size, once that has been measured; acceptance is learned while serving."""
-
     min_confidence: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Nodes whose path has a lower estimated probability are not drafted; a step in which no node
     reaches it is not speculated on at all. Must be 0 where ``normalise`` is off."""
@@ -313,7 +309,7 @@ ADED_REFERENCE: Mapping[str, Any] = {
     "max_depth": 4,
     "iterations": 150,
     "max_sequences": 24,
-    "pays": False,
+    "adaptive_length": False,
     "greedy_extension": True,
     "min_confidence": 0.0,
     "backoff": "off",
@@ -346,11 +342,6 @@ class BlockwiseOptions(MethodOptions):
     min_confidence: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Leave out draft tokens whose path is, to the heads, less likely than this; 0 keeps all."""
 
-    pays: bool = True
-    """Leave out those, too, that are not worth what verifying a token costs on this machine at
-    this batch size, once that has been measured; how far the heads can be trusted is learned while
-    serving."""
-
     draw: bool = False
     """Draw the draft of a request with a temperature from the heads' probabilities at that
     temperature, and judge it by speculative sampling, instead of drafting each head's best token.
@@ -382,6 +373,16 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
+RENAMED_OPTIONS: Mapping[str, str] = {"pays": "adaptive_length"}
+"""Former names of options, by which they are refused with the new one."""
+
+
+def unknown_option(owner: str, name: str, valid: Iterable[str]) -> UnknownNameError:
+    """The error for an option that does not exist, or no longer under this name."""
+    renamed = RENAMED_OPTIONS.get(name)
+    return UnknownNameError(f"option of {owner}", name, valid, renamed=renamed)
+
+
 def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) -> OptionsT:
     """Validate a mapping against a schema, with errors a user can act on.
 
@@ -396,7 +397,7 @@ def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) 
     """
     for name in given:
         if name not in schema.model_fields:
-            raise UnknownNameError(f"option of {owner}", str(name), schema.model_fields)
+            raise unknown_option(owner, str(name), schema.model_fields)
     try:
         return schema.model_validate(dict(given))
     except ValidationError as error:

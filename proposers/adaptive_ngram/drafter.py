@@ -167,7 +167,7 @@ class NgramDrafter:
         slots = self.learner.learn(step.requests, half_life)
         self._save_when_due()
         confidence = self.settings.min_confidence
-        if self.settings.pays and step.min_probability is not None:
+        if self.settings.adaptive_length and step.min_probability is not None:
             confidence = self._worth.confidence(step.min_probability)
         self._settings_array[_MIN_CONFIDENCE] = confidence
         searched: list[int] = []

@@ -96,7 +96,7 @@ def test_plan_measures_this_machine(model: str, tmp_path: Path) -> None:
     assert tokens == sorted(tokens)
     # Steps in which both requests decode are few, and of another part of the answers.
     assert found["plans"][-1]["tokens_per_step"]["2"] > 1.0
-    assert 1.0 <= found["pays"]["tokens_per_step"]["1"] <= tokens[-1] * 1.1
+    assert 1.0 <= found["adaptive_length"]["tokens_per_step"]["1"] <= tokens[-1] * 1.1
     assert tokens[-1] > 1.2
     assert "accepted per position: " in done.stdout
 

@@ -21,7 +21,7 @@ def test_they_are_small() -> None:
 
 
 def test_chain_and_tree_raise_tokens_per_step_and_change_no_answer(tmp_path: Path) -> None:
-    heads = {"method": "blockwise", "model": str(demo_heads()), "pays": False}
+    heads = {"method": "blockwise", "model": str(demo_heads()), "adaptive_length": False}
     settings = {
         "model": model_folder(),
         "methods": {

@@ -29,7 +29,13 @@ class OracleRequest(RequestOptions):
     truth: list[int] = Field(default_factory=list)
 
 
-class OracleOptions(MethodOptions):
+class SteadyOptions(MethodOptions):
+    """Drafts are counted, so no clock may hold them back."""
+
+    adaptive_length: bool = False
+
+
+class OracleOptions(SteadyOptions):
     """How the oracle hides what it knows."""
 
     wrong: float = 0.2
@@ -127,6 +133,7 @@ def _hide_in_tree(right: list[int], room: int, branches: int, rng: random.Random
 @proposer(
     "noise",
     summary="Test drafter that is always wrong.",
+    options=SteadyOptions,
     request_options=OracleRequest,
     num_speculative_tokens=8,
     tree=True,
@@ -156,6 +163,7 @@ class FixedRequest(RequestOptions):
 @proposer(
     "fixed",
     summary="Test drafter that drafts what the request says.",
+    options=SteadyOptions,
     request_options=FixedRequest,
     num_speculative_tokens=16,
     tree=True,
@@ -193,6 +201,7 @@ class DrawnRequest(RequestOptions):
 @proposer(
     "drawn",
     summary="Test drafter that draws its tokens.",
+    options=SteadyOptions,
     request_options=DrawnRequest,
     num_speculative_tokens=8,
     tree=True,

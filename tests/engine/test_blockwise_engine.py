@@ -69,6 +69,7 @@ def test_same_tokens(
         "model": str(request.getfixturevalue(kind)),
         "tree": tree,
         "num_speculative_tokens": 8 if tree else 3,
+        "adaptive_length": False,
     }
     engine = make_engine(speculative_config=config)
     assert tokens(run(engine, SCENARIOS[name])) == expected
@@ -79,6 +80,7 @@ def test_no_extra_target_pass(
 ) -> None:
     """Scoring one block and proposing the next share a forward pass: blocks + 1 in all."""
     config = {"method": "blockwise", "model": str(heads), "num_speculative_tokens": 3}
+    config["adaptive_length"] = False
     engine = make_engine(speculative_config=config)
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
     forward, passes = runner._model_forward, []
@@ -136,7 +138,9 @@ def test_sampled_output_has_the_targets_law(
     for options in ({}, {"draw": True}, {"tree": True, "candidates": 2}):
         size = 6 if "tree" in options else 3
         config = {"method": "blockwise", "model": str(folder), "num_speculative_tokens": size}
-        engine = make_engine(**common, speculative_config={**config, "pays": False, **options})
+        engine = make_engine(
+            **common, speculative_config={**config, "adaptive_length": False, **options}
+        )
         drafter = runner_of(engine).drafter
         accepted: list[int] = []
         observe = drafter._proposer.observe

@@ -13,7 +13,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "oracle": {"method": "oracle", "num_speculative_tokens": 8},
     "oracle_tree": {"method": "oracle", "num_speculative_tokens": 12, "branches": 4},
     "noise": {"method": "noise", "num_speculative_tokens": 5},
-    "input_copy": {"method": "input_copy", "num_speculative_tokens": 16},
+    "input_copy": {
+        "method": "input_copy",
+        "num_speculative_tokens": 16,
+        "adaptive_length": False,
+    },
 }
 
 

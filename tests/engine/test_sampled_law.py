@@ -37,7 +37,7 @@ from vllm_spec_ext.scorers.tree import Walk
 def engines(make_engine: Any) -> dict[str, Any]:
     common = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
     fixed = {"method": "fixed", "num_speculative_tokens": 16}
-    copy = {"method": "input_copy", "num_speculative_tokens": 8}
+    copy = {"method": "input_copy", "num_speculative_tokens": 8, "adaptive_length": False}
     return {
         "plain": make_engine(**common),
         "fixed": make_engine(**common, speculative_config=fixed),

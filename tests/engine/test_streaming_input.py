@@ -12,9 +12,9 @@ COPY = {
     "num_speculative_tokens": 8,
     "source": "prompt",
     "earlier_answers": 0,
-    "pays": False,
+    "adaptive_length": False,
 }
-NGRAM = {"method": "adaptive_ngram", "pays": False, "num_speculative_tokens": 8}
+NGRAM = {"method": "adaptive_ngram", "adaptive_length": False, "num_speculative_tokens": 8}
 FIRST = [11, 12, 13, 14, 15, 16, 17, 18]
 SECOND = [31, 32, 33, 34, 31, 32, 33, 34, 11, 12]
 LENGTH = 24

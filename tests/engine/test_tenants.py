@@ -11,8 +11,8 @@ from vllm_spec_ext.engine.request_options import GROUP_KEY, share_group
 from vllm_spec_ext.errors import SpecExtError
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and the dog"
-COPY = {"method": "input_copy", "num_speculative_tokens": 16, "pays": False}
-NGRAM = {"method": "adaptive_ngram", "overlay": "both", "pays": False}
+COPY = {"method": "input_copy", "num_speculative_tokens": 16, "adaptive_length": False}
+NGRAM = {"method": "adaptive_ngram", "overlay": "both", "adaptive_length": False}
 
 
 def answer(engine: Any, salt: str | None = None, **extra: Any) -> list[list[int]]:

@@ -37,7 +37,10 @@ def found(
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two ranks need two cores")
     folder = tmp_path_factory.mktemp("parallel")
-    config = {**METHODS[request.param], "pays": False}  # no clock decides what is drafted
+    config = {
+        **METHODS[request.param],
+        "adaptive_length": False,
+    }  # no clock decides what is drafted
     if config["method"] == "blockwise":
         vocab = list(range(0, 512, 2))
         config["model"] = str(save_random_heads(folder / "heads", vocab, copy_match=4))

@@ -94,7 +94,7 @@ def test_the_first_step_of_each_turn_is_its_prefill() -> None:
 def test_steps_of_a_batch_that_is_not_full_are_left_out() -> None:
     rows = [row(name, 1, []) for name in "ab"]
     rows += [row("a", 2, [-1], accepted=[0]), row("b", 2, [])]
-    rows += [row("a", 3, [-1, 0, 1, 2])]  # `pays` drafts more as soon as it is alone
+    rows += [row("a", 3, [-1, 0, 1, 2])]  # `adaptive_length` drafts more as soon as it is alone
     found = read_recording(rows, [1.0, 20.0, 1.0])
     assert found.requests == ((RecordedStep(2, 1, (0,)),), (RecordedStep(2, 0, ()),))
     assert found.drafter_s == pytest.approx(20e-6)

@@ -218,7 +218,7 @@ def test_drafts_only_what_pays(tmp_path: Path) -> None:
     assert draft.path_probs is not None
     assert (np.diff(draft.path_probs) <= 0).all()
     assert len(proposer.propose(dear)[0]) == 0
-    assert len(start(StandInTarget(), folder, pays=False).propose(dear)[0]) == 3
+    assert len(start(StandInTarget(), folder, adaptive_length=False).propose(dear)[0]) == 3
     # Heads that are right more often than they say are trusted more.
     for _ in range(200):
         proposer.propose(cheap)

@@ -60,7 +60,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_option_docs() -> None:
     docs = {doc.name: doc for doc in option_docs(TrialOptions)}
-    assert list(docs) == ["checkpoint", "mode", "width", "share", "spans"]
+    assert list(docs) == ["adaptive_length", "checkpoint", "mode", "width", "share", "spans"]
     assert (docs["checkpoint"].type, docs["checkpoint"].default) == ("string", "required")
     assert docs["checkpoint"].text == "Folder of `heads`."
     assert (docs["mode"].type, docs["mode"].default) == ('"fast" | "good"', '"fast"')

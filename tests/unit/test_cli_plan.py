@@ -53,7 +53,7 @@ def test_recommended_configuration() -> None:
     assert _found().recommended == found
     # The method's own choice is taken where it is as fast, else switched off.
     assert _found(CLEVER).recommended == config | {"num_speculative_tokens": 8}
-    assert _found(TIMID).recommended == found | {"pays": False}
+    assert _found(TIMID).recommended == found | {"adaptive_length": False}
 
 
 def test_no_configuration_where_nothing_pays() -> None:
@@ -87,11 +87,11 @@ def test_prints_a_table_and_a_line_to_paste(
     assert "batches 5 to 8: do not speculate" in printed
     assert "accepted per position: 0.50 0.50 0.50" in printed
     assert "drafter: 50 us a step at batch 1, 50 us a step at batch 8" in printed
-    assert '--speculative-config \'{"method": "input_copy", "pays": false' in printed
+    assert '--speculative-config \'{"method": "input_copy", "adaptive_length": false' in printed
     assert ">step, ms<" in plot.read_text(encoding="utf-8")
     found = json.loads(data.read_text(encoding="utf-8"))["methods"]["input_copy"]
     assert found["step_seconds"]["1"]["8"] == 0.12
-    assert found["pays"]["speed_up"]["1"] == pytest.approx(0.1 / 0.10005)
+    assert found["adaptive_length"]["speed_up"]["1"] == pytest.approx(0.1 / 0.10005)
     assert found["acceptance_per_position"][0] == 0.5
 
 

@@ -24,6 +24,8 @@ def page(steps: int, emitted: int, verified: int, accepted: int, quick: int, slo
         ("verified_nodes", verified),
         ("accepted_nodes", accepted),
         ("empty_drafts", steps // 4),
+        ("held_back", steps // 5),
+        ("refused_drafts", steps // 10),
         ("verified_drafts", steps - steps // 4),
     ):
         lines += [f"# TYPE spec_ext:{name} counter", f"spec_ext:{name}_total{LABELS} {value}"]
@@ -47,7 +49,13 @@ def test_figures_of_an_interval() -> None:
     assert now.server["vllm:num_requests_running"] == 5
     (row,) = engine_rows(now, before)
     assert row[:5] == ["input_copy (exact)", "yes", "3.00", "5.00", "40%"]
-    assert row[5:] == ["3.67", "25%", "< 10 / < 100"]  # 1 + 80 / 30 tokens of steps with a draft
+    assert row[5:] == [
+        "3.67",
+        "25%",
+        "4",
+        "20%",
+        "< 10 / < 100",
+    ]  # 1 + 80 / 30 tokens of steps with a draft
     (row,) = engine_rows(before, None)
     assert row[2:5] == ["1.50", "4.00", "12%"]
 
@@ -55,7 +63,7 @@ def test_figures_of_an_interval() -> None:
 def test_nothing_happened() -> None:
     now = read_metrics(page(100, 150, 400, 50, 10, 0), 0.0)
     (row,) = engine_rows(now, now)
-    assert row[2:] == ["-", "-", "-", "-", "-", "- / -"]
+    assert row[2:] == ["-", "-", "-", "-", "-", "0", "-", "- / -"]
     assert math.isnan(quantile({}, {}, 0.5))
 
 

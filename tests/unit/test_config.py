@@ -7,7 +7,14 @@ import pytest
 from pydantic import ValidationError
 
 from vllm_spec_ext import config
-from vllm_spec_ext.config import InputCopyOptions, InputCopyRequest, Options, parse_options
+from vllm_spec_ext.config import (
+    AdaptiveNgramOptions,
+    InputCopyOptions,
+    InputCopyRequest,
+    MethodOptions,
+    Options,
+    parse_options,
+)
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 
 
@@ -40,7 +47,7 @@ def test_defaults_are_valid_and_frozen() -> None:
     ("given", "words"),
     [
         ({"max_ngam": 3}, "Did you mean 'max_ngram'?"),
-        ({"zzz": 3}, "Valid: also_output,"),
+        ({"zzz": 3}, "Valid: adaptive_length, also_output,"),
         ({"max_ngram": 0}, "max_ngram: Input should be greater than or equal to 1; found 0"),
         ({"max_ngram": 65}, "less than or equal to 64; found 65"),
         ({"max_ngram": "many"}, "found 'many'"),
@@ -67,6 +74,17 @@ def test_unknown_names_carry_the_name() -> None:
         parse_options(InputCopyOptions, {"matsch": "best"}, "input_copy")
     assert error.value.name == "matsch"
     assert "'match'" in str(error.value)
+
+
+def test_a_renamed_option_is_refused_with_its_new_name() -> None:
+    with pytest.raises(UnknownNameError, match="now called 'adaptive_length'"):
+        parse_options(InputCopyOptions, {"pays": False}, "input_copy")
+
+
+def test_every_method_adapts_its_length_but_the_published_preset() -> None:
+    assert MethodOptions().adaptive_length
+    assert AdaptiveNgramOptions().adaptive_length
+    assert not AdaptiveNgramOptions(preset="aded_reference").adaptive_length
 
 
 def test_one_source_a_request() -> None:

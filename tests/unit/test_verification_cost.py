@@ -1,75 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measured price of a verified token, and what proposers make of it."""
-
-import random
+"""What proposers make of the cost of a verified token; the cost itself: test_step_costs."""
 
 import numpy as np
 import pytest
 
-from vllm_spec_ext.engine.verification_cost import VerificationCost
 from vllm_spec_ext.proposers.acceptance_rates import AcceptanceRates
 from vllm_spec_ext.proposers.worth import Worth
-
-
-def measured(base: float, slope: float, requests: int = 1, noise: float = 0.0) -> VerificationCost:
-    cost, rng = VerificationCost(), random.Random(0)
-    for _ in range(200):
-        tokens = requests * rng.randint(1, 17)
-        seconds = (base + slope * tokens) * (1 + noise * rng.uniform(-1, 1))
-        cost.observe(tokens, requests, requests * 2, seconds)
-    return cost
-
-
-def test_recovers_the_line() -> None:
-    cost = measured(30e-3, 1.2e-3, noise=0.05)
-    assert cost.predict(1) == pytest.approx(31.2e-3, rel=0.05)
-    assert cost.predict(17) == pytest.approx(50.4e-3, rel=0.05)
-
-
-def test_price_is_the_break_even_probability() -> None:
-    price = measured(30e-3, 1.2e-3).price(1)
-    # Steps of 9 tokens on average take 40.8 ms and yield 2 tokens: b * E / T.
-    assert price.min_probability == pytest.approx(1.2 * 2 / 40.8, rel=0.1)
-    assert "ms" in price.reason
-
-
-def test_larger_batches_make_tokens_dearer() -> None:
-    cost = measured(30e-3, 1.2e-3, requests=8)
-    small, large = cost.price(1).min_probability, cost.price(8).min_probability
-    assert small is not None
-    assert large is not None
-    assert large > 2 * small
-
-
-def test_nothing_is_said_without_knowledge() -> None:
-    cost = VerificationCost()
-    assert cost.price(1).min_probability is None
-    for _ in range(100):
-        cost.observe(1, 1, 1, 0.03)  # never another size
-    assert cost.price(1).min_probability is None
-
-
-def test_outliers_do_not_count() -> None:
-    cost = measured(30e-3, 1.2e-3)
-    before = cost.predict(9)
-    cost.observe(9, 1, 2, 60.0)
-    assert cost.predict(9) == before
-
-
-def test_outliers_do_not_count_while_all_steps_have_one_size() -> None:
-    cost, paused = VerificationCost(), VerificationCost()
-    for observed in (cost, paused):
-        for _ in range(30):
-            observed.observe(8, 8, 8, 0.06)
-    paused.observe(8, 8, 8, 20.0)  # another engine of a benchmark had the machine
-    for observed in (cost, paused):
-        observed.observe(260, 8, 20, 0.9)  # a first step with large trees
-    assert cost.predict(16) == paused.predict(16)
-    assert cost.predict(16) is not None
-
-
-def test_free_tokens_cost_nothing() -> None:
-    assert measured(10e-3, 0.0).price(4).min_probability == pytest.approx(0.0, abs=1e-6)
 
 
 def test_draft_length_follows_rates_and_price() -> None:

@@ -102,7 +102,7 @@ def read_recording(steps: Sequence[Mapping[str, Any]], propose_us: Sequence[floa
         propose_us: Microseconds of the proposer in each step of the engine, the first one's first.
 
     Only steps in which as many requests decoded as in any are kept: while a batch fills or runs
-    empty, a step takes another time, and ``pays`` drafts other drafts.
+    empty, a step takes another time, and ``adaptive_length`` allows other drafts.
     """
     requests: dict[str, list[RecordedStep]] = {}
     branches = False
@@ -230,7 +230,7 @@ def typical_speed_up(speed_ups: Sequence[float]) -> float:
 
 
 def ranges(found: Sequence[Plan], times: StepTimes) -> list[tuple[int, int, int]]:
-    """(first, last, cap) of each range of batch sizes, cap 0 where no draft pays.
+    """(first, last, cap) of each range of batch sizes, cap 0 where no draft pays off.
 
     Up to the largest measured size, in the form of vLLM's
     ``num_speculative_tokens_per_batch_size``; below the smallest one as at it.

@@ -192,7 +192,11 @@ def measure(
         **(engine_args or {}),
         "max_num_seqs": max(2, most),
         "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, most * (largest + 1)),
-        "speculative_config": {"method": METHOD, "num_speculative_tokens": largest},
+        "speculative_config": {
+            "method": METHOD,
+            "num_speculative_tokens": largest,
+            "adaptive_length": False,
+        },
     }
     if arguments["max_model_len"] < length:
         raise SpecExtError(

@@ -44,7 +44,7 @@ class Recordings:
     method: Method
     full: dict[int, Recording]
     """With drafts as long as they may be, to be cut."""
-    paying: dict[int, Recording] | None
+    adaptive: dict[int, Recording] | None
     """As configured, where that means that the method weighs by itself what a draft is worth."""
 
     @property
@@ -60,36 +60,36 @@ class MethodPlan:
     recordings: Recordings
     times: StepTimes
     plans: list[Plan]
-    paying: Plan | None  # nothing cut but by the method itself
+    adaptive: Plan | None  # nothing cut but by the method itself
 
     @property
     def method(self) -> Method:
         """Whose plan."""
         return self.recordings.method
 
-    def leaves_it_to_pays(self) -> bool:
+    def leaves_it_to_the_method(self) -> bool:
         """Whether the method's own choice is predicted to be at least as fast as any schedule."""
-        if self.paying is None:
+        if self.adaptive is None:
             return False
         chosen = [
             max(best(self.plans, size, self.times).speed_up[size], 1.0)
-            for size in self.paying.speed_up
+            for size in self.adaptive.speed_up
         ]
-        own = list(self.paying.speed_up.values())
+        own = list(self.adaptive.speed_up.values())
         return planner.typical_speed_up(own) >= planner.typical_speed_up(chosen)
 
     @property
     def recommended(self) -> dict[str, Any] | None:
         """A ``--speculative-config`` with the best cap at each batch size; ``None``: do without."""
         config = dict(self.method.config or {})
-        if self.leaves_it_to_pays():
-            assert self.paying is not None
-            return config if max(self.paying.speed_up.values()) > 1.0 else None
+        if self.leaves_it_to_the_method():
+            assert self.adaptive is not None
+            return config if max(self.adaptive.speed_up.values()) > 1.0 else None
         schedule = ranges(self.plans, self.times)
         if not any(cap for _, _, cap in schedule):
             return None
-        if self.paying is not None:
-            config["pays"] = False
+        if self.adaptive is not None:
+            config["adaptive_length"] = False
         config["num_speculative_tokens"] = max(cap for _, _, cap in schedule)
         if len(schedule) > 1:
             config[_SCHEDULE] = schedule
@@ -222,16 +222,16 @@ def record_method(
     config = {key: value for key, value in (method.config or {}).items() if key != _SCHEDULE}
     method = Method(method.name, config)  # a schedule is what is looked for
     options = registry.info(str(config["method"])).options.model_fields
-    own_choice = "pays" in options and config.get("pays", options["pays"].default)
-    full = Method(method.name, {**config, "pays": False}) if own_choice else method
+    own_choice = config.get("adaptive_length", options["adaptive_length"].default)
+    full = Method(method.name, {**config, "adaptive_length": False}) if own_choice else method
     name = method.name
     console.print(f"recording {name} with all its drafts ...", highlight=False)
     recordings, context = _record(full, settings, questions, folder / f"{name}.log")
-    paying = None
+    adaptive = None
     if own_choice:
         console.print(f"recording {name} as configured ...", highlight=False)
-        paying, _ = _record(method, settings, questions, folder / f"{name}-configured.log")
-    return Recordings(method, recordings, paying), context
+        adaptive, _ = _record(method, settings, questions, folder / f"{name}-configured.log")
+    return Recordings(method, recordings, adaptive), context
 
 
 def _record(
@@ -241,7 +241,8 @@ def _record(
     with EngineClient(method.name, log) as client:
         client.start(settings.model, method, settings.llm_args(), sampling_of(settings))
         for size in settings.batch_size:
-            # A few requests first: `pays` learns from them what a token costs at this batch size.
+            # A few requests first: `adaptive_length` learns from them what a token costs at this
+            # batch size.
             facts = client.prepare(questions, max(2, size), size)
             rows = client.record(range(len(questions)), size)
             found[size] = planner.read_recording(rows["steps"], rows["propose_us"])
@@ -295,12 +296,12 @@ def measure_times(
 def plan_method(recordings: Recordings, times: StepTimes) -> MethodPlan:
     """Price the recordings."""
     largest = largest_draft(recordings.method)
-    paying = recordings.paying
+    adaptive = recordings.adaptive
     return MethodPlan(
         recordings,
         times,
         planner.plans(recordings.full, times, largest),
-        planner.plan_for(largest, paying, times) if paying else None,
+        planner.plan_for(largest, adaptive, times) if adaptive else None,
     )
 
 
@@ -331,13 +332,15 @@ def show(found: MethodPlan, console: Console) -> None:
 
     for one in found.plans:
         view.add_row(*cells(f"{one.cap}", one, marked=True), f"{one.textbook:.2f}x")
-    if found.paying is not None:
-        view.add_row(*cells("pays", found.paying, marked=False), "")
+    if found.adaptive is not None:
+        view.add_row(*cells("adaptive", found.adaptive, marked=False), "")
     console.print(view)
     for line in facts_lines(found):
         console.print(line, highlight=False)
-    if found.leaves_it_to_pays():
-        console.print("its own choice (pays) is as fast as any fixed number", highlight=False)
+    if found.leaves_it_to_the_method():
+        console.print(
+            "its own choice (adaptive_length) is as fast as any fixed number", highlight=False
+        )
     else:
         for first, last, cap in ranges(found.plans, found.times):
             span = f"batch {first}" if first == last else f"batches {first} to {last}"
@@ -348,7 +351,7 @@ def show(found: MethodPlan, console: Console) -> None:
             console.print(f"(measured at {measured}; interpolated between)", highlight=False)
     recommended = found.recommended
     if recommended is None:
-        console.print("no draft pays here: do not speculate", highlight=False)
+        console.print("no draft pays off here: do not speculate", highlight=False)
     else:
         line = json.dumps(recommended)
         console.print(f"--speculative-config '{line}'", markup=False, highlight=False)
@@ -386,6 +389,6 @@ def _plan_json(one: MethodPlan) -> Mapping[str, Any]:
         "acceptance_rate": planner.acceptance_rate(smallest.steps),
         "acceptance_per_position": planner.acceptance_per_position(smallest.steps),
         "plans": [asdict(each) for each in one.plans],
-        "pays": asdict(one.paying) if one.paying else None,
+        "adaptive_length": asdict(one.adaptive) if one.adaptive else None,
         "recommended": one.recommended,
     }

@@ -81,6 +81,7 @@ def engine_rows(now: Snapshot, before: Snapshot | None) -> Iterable[list[str]]:
             _acceptance_length(since),
             _ratio(since.get("empty_drafts", 0.0), steps, percent=True),
             f"{since.get('refused_drafts', 0.0):.0f}",
+            _ratio(since.get("held_back", 0.0), steps, percent=True),
             " / ".join("-" if math.isnan(value) else f"< {value:g}" for value in slow),
         ]
 
@@ -119,6 +120,7 @@ def table(now: Snapshot, before: Snapshot | None) -> Table:
         "acceptance length",
         "no draft",
         "refused",
+        "held back",
         "drafter us p50 / p99",
     ):
         view.add_column(heading, justify="right")

@@ -170,6 +170,10 @@ class Drafter:
             refused_drafts=num_refused,
         )
 
+    def count_held_back(self, num_requests: int) -> None:
+        """Count requests that may draft less than they have room for, to save time."""
+        self._counters.add(held_back=num_requests)
+
     def finish(self, request_ids: Sequence[str]) -> None:
         """Free the proposer's state of these requests."""
         if self.ranks.leads:

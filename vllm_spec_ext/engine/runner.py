@@ -10,12 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
 from vllm_spec_ext.engine.draft_batch import DraftBatch
+from vllm_spec_ext.engine.draft_budget import UNLIMITED, Allowance, DraftBudget, shares
 from vllm_spec_ext.engine.drafter import Drafter
 from vllm_spec_ext.engine.drawn_drafts import DraftLaws, DrawnDrafts
 from vllm_spec_ext.engine.law_sampler import LawSampler
@@ -35,7 +37,6 @@ from vllm_spec_ext.engine.tree_plan import (
     is_branching,
     segment_bounds,
 )
-from vllm_spec_ext.engine.verification_cost import VerificationCost
 from vllm_spec_ext.proposers.base import (
     Draft,
     RequestFacts,
@@ -97,7 +98,9 @@ class SpecRunnerMixin:
         self._drafts_of_step = []
         self._last_walk = None
         self._held_generators: dict[int, torch.Generator] = {}
-        self._cost = VerificationCost()
+        adaptive = self.speculative_config.spec_ext.options.adaptive_length
+        self._budget: DraftBudget | None = DraftBudget() if adaptive else None
+        self._num_held_back = 0  # steps
         self._step_start: float | None = None
         self.step_log: StepLog | None = None
         self._walk_sampled_chains = chain_sampling_is_broken(self.device)
@@ -407,14 +410,15 @@ class SpecRunnerMixin:
         budget: int,
     ) -> tuple[list[ScheduledDraft], list[torch.Tensor]]:
         """On rank 0: one draft for each of these rows, and the distributions of the drawn ones."""
-        self._observe_cost(sampled_token_ids)
+        drafting_start = self._observe_cost(sampled_token_ids)
         steps = [self._request_step(row, sampled_token_ids[row], budget) for row in rows]
+        steps, allowance = self._within_budget(steps)
         hidden = None
         if self.drafter.needs.hidden_states and rows:
             last = self._last_rows(sampled_token_ids)
             hidden = sample_hidden_states[[last[row] for row in rows]]
-        context = StepContext(steps, hidden, self._min_probability(len(steps)))
         outcomes = self._outcomes(sampled_token_ids)
+        context = StepContext(steps, hidden, allowance.min_probability)
         self._log_outcomes(rows, sampled_token_ids)
         num_free = len(self._tree_attention.scratch) if self._tree_attention is not None else 0
         drafts, probs = [], []
@@ -430,24 +434,40 @@ class SpecRunnerMixin:
             drafts.append(ScheduledDraft(step.request_id, tokens, tree, drawn))
             if self.step_log is not None:
                 self.step_log.drafted(step.request_id, tokens, parents, draft)
+        if self._budget is not None:
+            self._budget.drafted({self.drafter.info.name: time.perf_counter() - drafting_start})
         return drafts, probs
 
-    def _observe_cost(self, sampled_token_ids: list[list[int]]) -> None:
-        """By now the new tokens are on the host, so the step's whole time has passed."""
-        if self._step_start is None:
-            return
-        self._cost.observe(
-            sum(len(draft) + 1 for draft in self._drafts_of_step),
-            len(sampled_token_ids),
-            sum(map(len, sampled_token_ids)),
-            time.perf_counter() - self._step_start,
-        )
+    def _observe_cost(self, sampled_token_ids: list[list[int]]) -> float:
+        """By now the new tokens are on the host; returns the time, at which drafting starts."""
+        now = time.perf_counter()
+        if self._budget is not None:
+            emitted = [
+                (len(draft), len(tokens))
+                for draft, tokens in zip(self._drafts_of_step, sampled_token_ids, strict=True)
+                if tokens
+            ]
+            self._budget.verified(
+                len(emitted),
+                sum(num_drafted for num_drafted, _ in emitted),
+                sum(num_tokens for _, num_tokens in emitted),
+                None if self._step_start is None else now - self._step_start,
+            )
+        return now
 
-    def _min_probability(self, num_requests: int) -> float | None:
-        """What a draft token must be worth."""
-        if not num_requests:
-            return None
-        return self._cost.price(num_requests).min_probability
+    def _within_budget(self, steps: list[RequestStep]) -> tuple[list[RequestStep], Allowance]:
+        """Take away the room that drafts have not earned."""
+        if self._budget is None:
+            return steps, UNLIMITED
+        rooms = [step.room for step in steps]
+        allowance = self._budget.allow(rooms)
+        if allowance.max_tokens is None or not steps:
+            return steps, allowance
+        self._num_held_back += 1  # the remainder goes to another request each time
+        given = shares(allowance.max_tokens, rooms, self._num_held_back % len(steps))
+        self.drafter.count_held_back(sum(map(int.__lt__, given, rooms)))
+        held = [replace(step, room=room) for step, room in zip(steps, given, strict=True)]
+        return held, allowance
 
     def _verifiable(self, step: RequestStep, draft: Draft, num_free: int) -> tuple[list[int], int]:
         """The part of a draft that the next step can verify.

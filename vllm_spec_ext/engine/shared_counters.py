@@ -29,6 +29,7 @@ COUNTERS = {
     "accepted_nodes": "Draft tokens that it accepted.",
     "branching_drafts": "Drafts with branches.",
     "refused_drafts": "Drafts lost because the proposer failed or returned a broken one.",
+    "held_back": "Requests' steps in which drafts were limited or left out because they lost time.",
 }
 BUCKETS_US = (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000)
 _INDEX = {name: place for place, name in enumerate(COUNTERS)}

@@ -16,7 +16,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_spec_ext import compat
-from vllm_spec_ext.config import MethodOptions, ScorerOptions, parse_options
+from vllm_spec_ext.config import MethodOptions, ScorerOptions, parse_options, unknown_option
 from vllm_spec_ext.engine.limits import (
     MAX_DRAFT_TOKENS,
     refuse_processed_logprobs,
@@ -27,7 +27,7 @@ from vllm_spec_ext.engine.metrics import publish
 from vllm_spec_ext.engine.request_door import install_request_validation
 from vllm_spec_ext.engine.shared_counters import make_folder
 from vllm_spec_ext.engine.target_tokenizer import load_tokenizer
-from vllm_spec_ext.errors import SpecExtError, UnknownNameError
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import ProposerInfo, TargetFacts
 from vllm_spec_ext.scorers.rules import check_rule, is_strict, parse_rule
@@ -128,8 +128,7 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
     for key in values:
         if key not in found.options.model_fields:
             ours = [*RULE_OPTIONS, *SHARING_OPTIONS, *found.options.model_fields]
-            valid = ["method", *VLLM_OPTIONS, *ours]
-            raise UnknownNameError(f"option of {method}", key, valid)
+            raise unknown_option(method, key, ["method", *VLLM_OPTIONS, *ours])
     if not isinstance(allow_lossy, bool):
         raise SpecExtError(f"allow_lossy: found {allow_lossy!r}, expected true or false")
     if share_unsalted is not None and not isinstance(share_unsalted, bool):

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft budget at work in an engine; what it decides is tested without one."""
+
+from typing import Any
+
+from generation import run, tokens
+from scenarios import PROMPTS, Scenario
+from test_greedy_identity import runner_of
+
+from vllm_spec_ext.engine.shared_counters import COUNTERS
+
+SCENARIO = Scenario([{"max_tokens": 60, "ignore_eos": True}], PROMPTS[:1])
+NOISE = {"method": "noise", "num_speculative_tokens": 8}
+
+
+def held_back(runner: Any) -> float:
+    """What the worker counted."""
+    return float(runner.drafter._counters._values[list(COUNTERS).index("held_back")])
+
+
+def test_a_fresh_engine_decodes_plainly_first_and_counts_drafting(make_engine: Any) -> None:
+    expected = tokens(run(make_engine(), SCENARIO))
+    engine = make_engine(speculative_config={**NOISE, "adaptive_length": True})
+    runner = runner_of(engine)
+    rooms: list[int] = []
+    draft = runner.drafter.draft
+
+    def watched(step: Any, outcomes: Any) -> Any:
+        rooms.append(sum(request.room for request in step.requests))
+        return draft(step, outcomes)
+
+    runner.drafter.draft = watched
+    truths = [outputs[0] for outputs in expected]
+    assert tokens(run(engine, SCENARIO, truths)) == expected
+    assert rooms[:3] == [0, 0, 0]
+    assert not runner._budget.costs.needs_plain(1)
+    assert runner._budget._drafting or not any(rooms)
+    assert held_back(runner) >= 3
+
+
+def test_switched_off_nothing_is_held_back(make_engine: Any) -> None:
+    engine = make_engine(speculative_config=NOISE)
+    runner = runner_of(engine)
+    assert runner._budget is None
+    expected = tokens(run(make_engine(), SCENARIO))
+    before = len(runner.drafter._proposer.outcomes)
+    run(engine, SCENARIO, [outputs[0] for outputs in expected])
+    assert len(runner.drafter._proposer.outcomes) - before >= 50

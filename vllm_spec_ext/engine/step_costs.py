@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decoding step costs here and now: a plain one, and one that verifies draft tokens.
+
+For each class of batch sizes the time of a step is modelled as
+
+    plain + overhead * (any drafts) + per_token * drafts
+
+and followed by a Kalman filter, a running fit that knows how sure it is. The machine and the
+context change the time of all steps together, by a third within minutes, while the ratio of
+verification to plain decoding moves slowly; the filter is told so, hence each step, plain or not,
+says how fast the machine is now. A pause that hits one step (compilation, another program) is left
+out; the first times are taken as a median.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FIRST_STEPS = 3  # plain steps of a fresh engine; their median ignores one pause
+_FIRST_NOISE = 0.12  # spread of one step's time, relative, until it is measured
+_DRIFT = 0.005  # what the machine's speed changes in a step, relative
+_OVERHEAD_DRIFT = 0.0005  # the same for the overhead of a step with drafts, in plain steps
+_TOKEN_DRIFT = 0.001  # and for the cost of a token, relative to itself
+_FIRST_TOKEN_COST = 0.05  # a draft token in plain steps, before one was measured; high on purpose
+_ENOUGH = 0.11  # relative error of the plain time below which drafts can be judged
+_OUTLIER = 5.0  # standard deviations
+_CLIP = 2.5
+_JUMP = 3  # outliers in a row that are taken for a new speed
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """Costs at one batch size, those of drafts in plain steps of that batch size."""
+
+    plain_s: float
+    plain_error: float  # relative standard error
+    num_measured: int  # steps with drafts that this rests on
+    _state: Vector  # see _SizeClass
+    _covariance: Vector
+    _more_requests: int  # than the reference of the class
+
+    @property
+    def per_token(self) -> float:
+        """One more draft token, in plain steps."""
+        return max(0.0, float(self._state[2]) / self.plain_s)
+
+    def extra(self, num_drafted: int) -> float:
+        """What verifying this many draft tokens adds to a step, in plain steps."""
+        return max(0.0, self._ratio(num_drafted)) if num_drafted else 0.0
+
+    def error(self, num_drafted: int) -> float:
+        """Standard error of :meth:`extra`."""
+        if not num_drafted:
+            return 0.0
+        ratio, more = self._ratio(num_drafted), self._more_requests
+        slopes = np.array([-ratio, 1.0, num_drafted - ratio * more, -ratio * more])
+        return math.sqrt(max(0.0, float(slopes @ self._covariance @ slopes))) / self.plain_s
+
+    def _ratio(self, num_drafted: int) -> float:
+        return float(self._state[1] + self._state[2] * num_drafted) / self.plain_s
+
+
+class _SizeClass:
+    """Filter of one class: plain time, overhead, cost of a token, further cost of a request.
+
+    Cost of a request means of one beside its token: a request more is a token more, too.
+    """
+
+    def __init__(self, num_requests: int, state: Vector, errors: Vector, now: int) -> None:
+        """Start from guesses.
+
+        Args:
+            num_requests: Reference batch size.
+            state: [4] seconds.
+            errors: [4] standard errors of the guesses, in seconds.
+            now: Number of the step.
+        """
+        self.num_requests = num_requests
+        self.state = state
+        self.covariance = np.diag(np.square(errors))
+        self.updated = now
+        self.num_measured = 0
+        self._outliers = [0, 0]  # in a row, of plain steps and of those with drafts
+        self._noise = _FIRST_NOISE
+
+    def estimate(self, num_requests: int, now: int) -> CostEstimate:
+        """Costs at a batch size of this class."""
+        more = num_requests - self.num_requests
+        row = np.array([1.0, 0.0, more, more])
+        plain = max(float(row @ self.state), 0.1 * float(self.state[0]))
+        variance = float(row @ self.covariance @ row) / plain**2
+        variance += (now - self.updated) * _DRIFT**2  # it may be long ago
+        return CostEstimate(
+            plain, math.sqrt(variance), self.num_measured, self.state, self.covariance.copy(), more
+        )
+
+    def observe(self, num_requests: int, num_drafted: int, seconds: float, now: int) -> None:
+        """Learn from one step."""
+        more = num_requests - self.num_requests
+        has_drafts = num_drafted > 0
+        row = np.array([1.0, has_drafts, num_drafted + more, more])
+        self._drift(now)
+        expected = max(float(row @ self.state), 0.1 * float(self.state[0]))
+        unsure = float(row @ self.covariance @ row)
+        spread = math.sqrt(unsure + (self._noise * expected) ** 2)
+        surprise = (seconds - expected) / spread
+        if surprise > _OUTLIER:
+            self._outliers[has_drafts] += 1
+            if self._outliers[has_drafts] < _JUMP:
+                return
+        if abs(surprise) > _OUTLIER:
+            # Slower for good, or faster, which no pause can feign: forget how fast it was.
+            change = (seconds - expected) / expected
+            self.covariance += change**2 * self.state[:, None] * self.state
+            unsure = float(row @ self.covariance @ row)
+            spread = math.sqrt(unsure + (self._noise * expected) ** 2)
+            surprise = (seconds - expected) / spread
+        self._outliers[has_drafts] = 0
+        self.num_measured += has_drafts
+        surprise = min(_CLIP, max(-2 * _CLIP, surprise))
+        self._noise *= math.sqrt(0.96 + 0.04 * min(surprise**2, _CLIP**2))
+        self._noise = min(0.2, max(0.02, self._noise))
+        gain = self.covariance @ row / spread**2
+        self.state = self.state + gain * (surprise * spread)
+        self.covariance = self.covariance - (gain[:, None] * gain) * spread**2
+
+    def _drift(self, now: int) -> None:
+        elapsed = max(1, now - self.updated)
+        self.updated = now
+        self.covariance += (elapsed * _DRIFT**2 * self.state)[:, None] * self.state
+        self.covariance[1, 1] += elapsed * (_OVERHEAD_DRIFT * self.state[0]) ** 2
+        self.covariance[2, 2] += elapsed * (_TOKEN_DRIFT * self.state[2]) ** 2
+
+
+class StepCosts:
+    """Running estimates for one engine."""
+
+    def __init__(self) -> None:
+        """Start without knowledge."""
+        self._classes: dict[int, _SizeClass] = {}  # by the number of bits of the batch size
+        self._first: dict[int, list[float]] = {}  # plain times before anything is known
+        self._estimates: dict[int, CostEstimate] = {}  # of this moment, by batch size
+        self._now = 0
+
+    def observe(self, num_requests: int, num_drafted: int, seconds: float) -> None:
+        """Learn from a step that only decoded.
+
+        Args:
+            num_requests: Requests in the step.
+            num_drafted: Draft tokens of all requests that were verified.
+            seconds: The step without the time of drafting.
+        """
+        if num_requests < 1 or seconds <= 0.0:
+            return
+        self._now += 1
+        self._estimates.clear()
+        key = num_requests.bit_length()
+        if key not in self._classes and not self._start(num_requests, num_drafted, seconds):
+            return
+        self._classes[key].observe(num_requests, num_drafted, seconds, self._now)
+
+    def estimate(self, num_requests: int) -> CostEstimate | None:
+        """Costs at this batch size, guessed from the nearest known one; None = nothing known."""
+        if num_requests not in self._estimates:
+            found = self._classes.get(num_requests.bit_length())
+            if found is None:
+                found = self._from_nearest(num_requests)
+            if found is None:
+                return None
+            self._estimates[num_requests] = found.estimate(num_requests, self._now)
+        return self._estimates[num_requests]
+
+    def needs_plain(self, num_requests: int) -> bool:
+        """Whether only a plain step can tell what one costs at this batch size."""
+        found = self.estimate(num_requests)
+        return found is None or found.plain_error > _ENOUGH
+
+    def _start(self, num_requests: int, num_drafted: int, seconds: float) -> bool:
+        """Open a class; False while there is too little to start from, or nothing left to do."""
+        key = num_requests.bit_length()
+        guess = self._from_nearest(num_requests)
+        if guess is not None:
+            self._classes[key] = guess
+            return True
+        if num_drafted:
+            return False
+        first = self._first.setdefault(key, [])
+        first.append(seconds)
+        if len(first) == _FIRST_STEPS:
+            plain = statistics.median(first)
+            token = plain * min(_FIRST_TOKEN_COST, 0.5 / num_requests)
+            state = np.array([plain, 0.0, token, 0.0])
+            errors = np.array(
+                [0.8 * _FIRST_NOISE * plain, 0.05 * plain, token, 0.2 * plain / num_requests]
+            )
+            self._classes[key] = _SizeClass(num_requests, state, errors, self._now)
+        return False
+
+    def _from_nearest(self, num_requests: int) -> _SizeClass | None:
+        key = num_requests.bit_length()
+        if not self._classes:
+            return None
+        nearest = min(
+            self._classes, key=lambda known: (abs(known - key), -self._classes[known].updated)
+        )
+        known = self._classes[nearest]
+        old = float(known.state[0])
+        # Requests may be free, or each may take as long as the others.
+        bounds = sorted((old, old * num_requests / known.num_requests))
+        more = num_requests - known.num_requests
+        plain = old + more * float(known.state[2] + known.state[3])
+        plain = min(bounds[1], max(bounds[0], plain))
+        token = max(0.0, float(known.state[2]))
+        state = np.array([plain, known.state[1] * plain / old, token, 0.0])
+        errors = np.array(
+            [
+                (0.15 + 0.1 * abs(nearest - key)) * plain,
+                0.05 * plain,
+                0.5 * token + 0.1 * plain * min(_FIRST_TOKEN_COST, 0.5 / num_requests),
+                0.2 * plain / num_requests,
+            ]
+        )
+        return _SizeClass(num_requests, state, errors, self._now)
