@@ -161,6 +161,7 @@ def replay(
     recordings: Sequence[Recording],
     engine: EngineHandle,
     *,
+    options: RequestOptions | None = None,
     batch_size: int = 1,
     clock: Callable[[], float] = time.perf_counter,
     on_finish: Callable[[], None] | None = None,
@@ -171,6 +172,7 @@ def replay(
         proposer: Started proposer; its requests are finished on return.
         recordings: Requests, replayed in order.
         engine: The handle it was started with; ``num_speculative_tokens`` is the budget.
+        options: Every request's; default: those that all methods share.
         batch_size: Requests replayed at a time, at most ``engine.max_num_seqs``.
         clock: Seconds.
         on_finish: Called after each request, e.g. for a progress bar.
@@ -181,6 +183,7 @@ def replay(
     if not 1 <= batch_size <= engine.max_num_seqs:
         raise SpecExtError(f"batch_size={batch_size}; expected 1 to {engine.max_num_seqs}")
     result = ReplayResult()
+    given = options or RequestOptions()
     waiting = _requests(recordings)
     running: list[_Running] = []
     outcomes: list[StepOutcome] = []
@@ -188,7 +191,7 @@ def replay(
         running += islice(waiting, batch_size - len(running))
         if not running:
             return result
-        step = StepContext([_step_of(request, engine) for request in running])
+        step = StepContext([_step_of(request, engine, given) for request in running])
         start = clock()
         if outcomes:
             proposer.observe(outcomes)
@@ -210,14 +213,14 @@ def replay(
         running = left
 
 
-def _step_of(request: _Running, engine: EngineHandle) -> RequestStep:
+def _step_of(request: _Running, engine: EngineHandle, options: RequestOptions) -> RequestStep:
     return RequestStep(
         request_id=request.request_id,
         token_ids=request.tokens[: request.length],
         num_prompt_tokens=request.num_prompt,
         new_tokens=request.tokens[request.length - request.new : request.length].tolist(),
         room=min(engine.num_speculative_tokens, engine.max_model_len - request.length - 1),
-        options=RequestOptions(),
+        options=options,
     )
 
 

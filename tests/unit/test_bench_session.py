@@ -13,6 +13,7 @@ import pytest
 
 from vllm_spec_ext.bench import report, saved, session
 from vllm_spec_ext.bench.engine_client import EngineFailed
+from vllm_spec_ext.bench.markdown_table import markdown_table
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.records import (
@@ -154,7 +155,7 @@ def test_what_was_measured_outlives_plain_decoding(
     assert (methods.count("plain"), methods.count("lossy")) == (runs_of_plain, 2)
     assert result.drifts == []
     assert reason in result.failures["plain"]
-    assert "lossy" in report.markdown_table(*report.overview(result))
+    assert "lossy" in markdown_table(*report.overview(result))
     assert any(
         f"FAILED plain: {result.failures['plain']}" in x for x in report.verdict_lines(result)
     )

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vllm_spec_ext.bench import datasets, provenance, report, saved, served
 from vllm_spec_ext.bench.engine_client import EngineFailed
+from vllm_spec_ext.bench.markdown_table import markdown_table
 from vllm_spec_ext.bench.records import EngineFacts
 from vllm_spec_ext.bench.session import BenchResult, Events, run_benchmark
 from vllm_spec_ext.bench.settings import (
@@ -28,10 +29,10 @@ from vllm_spec_ext.bench.settings import (
     parse_template,
     read_file,
 )
+from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
 
 EXIT_FAILED = 1
-REPORT_WIDTH = 160
 SMOKE = {"limit": 2, "max_tokens": 16, "repeats": 1}
 
 
@@ -181,7 +182,7 @@ def load_servers(
 
     passes = served.run_passes(settings, say)
     headings, rows = served.table(passes, greedy=settings.temperature == 0)
-    report_console().print(report.rich_table("", headings, rows))
+    WholeTable(headings, rows).print(report_console())
     if json_file is not None:
         whole = {
             "format": saved.SERVED,
@@ -191,7 +192,7 @@ def load_servers(
         }
         json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
     if markdown_file is not None:
-        markdown_file.write_text(report.markdown_table(headings, rows) + "\n", encoding="utf-8")
+        markdown_file.write_text(markdown_table(headings, rows) + "\n", encoding="utf-8")
     if any(one.result["failed"] for one in passes):
         raise typer.Exit(EXIT_FAILED)
 
@@ -220,21 +221,21 @@ def demo_model() -> str:
 
 
 def report_console() -> Console:
-    """Standard output; where it is no terminal, wide enough for the tables."""
+    """Standard output; where it is no terminal, lines are as long as they are."""
     console = Console()
-    return console if console.is_terminal else Console(width=REPORT_WIDTH, soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True)
 
 
 def show(
     result: BenchResult, facts: dict[str, Any], console: Console, *, by_category: bool
 ) -> None:
     """Print the report."""
-    console.print(report.rich_table("", *report.overview(result)))
+    WholeTable(*report.overview(result)).print(console)
     if result.drifts:
-        console.print(report.rich_table("", *report.drift_table(result)))
+        WholeTable(*report.drift_table(result)).print(console)
     if by_category:
         title = "tokens per step (speed-up) by category"
-        console.print(report.rich_table(title, *report.by_category(result)))
+        WholeTable(*report.by_category(result), title=title).print(console)
     lines = [*report.acceptance_lines(result.summaries()), report.caption(result, facts)]
     for line in [*lines, *report.verdict_lines(result)]:
         console.print(line, markup=False, highlight=False)

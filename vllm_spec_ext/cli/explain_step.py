@@ -224,7 +224,8 @@ def replayed(
     point = make_points(method, [given])[0]
     proposer, engine = start(method, point, [items[index]], tokenizer, target, 1)
     witness: Any = _Witness(proposer, items[index])
-    replay(witness, [items[index]], engine)
+    options = registry.info(method).request_options()
+    replay(witness, [items[index]], engine, options=options)
     return witness.steps
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from vllm_spec_ext.cli.corpus import load_tokenizer
+from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.config import MethodOptions, parse_options
 from vllm_spec_ext.errors import SpecExtError, UnsupportedError
 from vllm_spec_ext.proposers import registry
@@ -139,7 +139,8 @@ def run_point(
 ) -> ReplayResult:
     """Replay one setting with a fresh proposer."""
     instance, engine = start(method, point, recordings, tokenizer, tokenizer_name, batch_size)
-    return replay(instance, recordings, engine, batch_size=batch_size)
+    options = registry.info(method).request_options()
+    return replay(instance, recordings, engine, options=options, batch_size=batch_size)
 
 
 def start(
@@ -206,26 +207,24 @@ def draw(results: Mapping[str, ReplayResult], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _table(results: Mapping[str, ReplayResult], title: str) -> Table:
-    table = Table(title=title)
-    table.add_column("setting")
-    for name in ("tokens/step", "nodes/step", "no draft", "accepted at depth 1 2 4 8"):
-        table.add_column(name, justify="right")
-    table.add_column("µs p50", justify="right")
-    table.add_column("µs p99", justify="right")
+def _table(results: Mapping[str, ReplayResult], title: str) -> WholeTable:
+    headings = ["setting", "tokens/step", "nodes/step", "no draft", "accepted at depth 1 2 4 8"]
+    rows: list[list[str]] = []
     for label, result in results.items():
         shares = result.acceptance_by_depth
         shown = " ".join(f"{shares[d - 1]:.2f}" for d in (1, 2, 4, 8) if d <= len(shares))
-        table.add_row(
-            label,
-            f"{result.tokens_per_step:.3f}",
-            f"{result.nodes_per_step:.1f}",
-            f"{result.num_empty / max(1, result.num_steps):.0%}",
-            shown,
-            f"{result.percentile_us(50):.0f}",
-            f"{result.percentile_us(99):.0f}",
+        rows.append(
+            [
+                label,
+                f"{result.tokens_per_step:.3f}",
+                f"{result.nodes_per_step:.1f}",
+                f"{result.num_empty / max(1, result.num_steps):.0%}",
+                shown,
+                f"{result.percentile_us(50):.0f}",
+                f"{result.percentile_us(99):.0f}",
+            ]
         )
-    return table
+    return WholeTable([*headings, "µs p50", "µs p99"], rows, title)
 
 
 def simulate(
@@ -272,7 +271,7 @@ def simulate(
         )
     tokens = sum(len(item.output_token_ids) for item in items)
     title = f"{method}: {len(items)} recordings, {tokens:,} output tokens, batch {batch_size}"
-    Console().print(_table(results, title))
+    _table(results, title).print(Console())
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
