@@ -160,3 +160,32 @@ def test_what_was_measured_outlives_plain_decoding(
         f"FAILED plain: {result.failures['plain']}" in x for x in report.verdict_lines(result)
     )
     assert len(saved.to_json(result, {})["runs"]) == 2 + runs_of_plain
+
+
+def test_each_engine_knows_how_many_share_the_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[tuple[str, int]] = []
+
+    class Client:
+        def __init__(self, name: str, log: Path) -> None:
+            self.name, self.log = name, log
+
+        def start(self, model: str, method: Method, args: Any, sampling: Any, count: int) -> None:
+            told.append((self.name, count))
+
+        def prepare(self, *_: object) -> EngineFacts:
+            return EngineFacts("float32", True, "cpu", 1.0)
+
+        def pause(self) -> None:
+            pass
+
+        begin_to_close = close = pause
+
+    monkeypatch.setattr(session, "EngineClient", Client)
+    monkeypatch.setattr(session, "_require_memory", lambda count: None)
+    methods = [Method(name, None if name == "plain" else {}) for name in ("plain", "b", "c")]
+    result = BenchResult(BenchSettings(model="m", methods=["plain"]), methods, [])
+    with session.engines_running(result, tmp_path, session.Events()):
+        pass
+    assert told == [("plain", 3), ("b", 3), ("c", 3)]

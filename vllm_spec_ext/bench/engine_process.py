@@ -57,12 +57,17 @@ class EngineServer:
         self.questions: Sequence[Question] = ()
 
     def start(
-        self, model: str, method: Any, engine_args: dict[str, Any], sampling: Any
+        self,
+        model: str,
+        method: Any,
+        engine_args: dict[str, Any],
+        sampling: Any,
+        num_engines: int,
     ) -> EngineFacts:
         """Start the engine."""
         from vllm_spec_ext.bench.vllm_engine import VllmEngine
 
-        self.engine = VllmEngine(model, method, engine_args, sampling)
+        self.engine = VllmEngine(model, method, engine_args, sampling, num_engines)
         return self.engine.facts
 
     def prepare(self, questions: Sequence[Question], warm_up: int, concurrency: int) -> EngineFacts:

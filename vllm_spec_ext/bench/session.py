@@ -116,7 +116,13 @@ def engines_running(
             client = EngineClient(method.name, log_dir / f"{_file_name(method.name)}.log")
             clients[method.name] = client
             try:
-                client.start(settings.model, method, settings.llm_args(), sampling_of(settings))
+                client.start(
+                    settings.model,
+                    method,
+                    settings.llm_args(),
+                    sampling_of(settings),
+                    len(result.methods),
+                )
                 facts = client.prepare(result.questions, settings.warm_up, max(settings.batch_size))
             except EngineFailed as error:
                 if method.config is None:

@@ -180,6 +180,7 @@ def load_servers(
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False)
 
+    settings = served.with_seed(settings)
     passes = served.run_passes(settings, say)
     headings, rows = served.table(passes, greedy=settings.temperature == 0)
     WholeTable(headings, rows).print(report_console())
