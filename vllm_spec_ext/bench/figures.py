@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from vllm_spec_ext.bench.planner import Plan, StepTimes
+from vllm_spec_ext.bench.planner import StepTimes
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.statistics import Summary
 from vllm_spec_ext.errors import SpecExtError
@@ -40,11 +40,7 @@ def acceptance_figure(result: BenchResult) -> str:
     if not drafted:
         return ""
     figure, (axes,) = _subplots(1, height=3.6)
-    for summary in drafted:
-        shares = summary.acceptance_per_position
-        axes.plot(range(1, len(shares) + 1), shares, marker=".", label=label(summary, result))
-    axes.set(xlabel="position in the draft", ylabel="accepted", ylim=(0, 1))
-    axes.legend(fontsize="small")
+    _plot_acceptance(axes, {label(s, result): s.acceptance_per_position for s in drafted})
     return _svg(figure)
 
 
@@ -76,26 +72,24 @@ def drift_figure(result: BenchResult) -> str:
     return _svg(figure)
 
 
-def plan_figure(curves: Mapping[str, Sequence[Plan]], times: StepTimes) -> str:
-    """Step time against verified tokens, and predicted speed-up against the cap."""
+def plan_figure(times: StepTimes, gains: Sequence[Mapping[str, Any]]) -> str:
+    """Step time against verified tokens by batch size, and acceptance by position."""
     figure, (left, right) = _subplots(2, height=4.0)
     for size, row in sorted(times.table.items()):
         nodes = sorted(row)
         left.plot(nodes, [row[n] * 1e3 for n in nodes], marker=".", label=f"batch {size}")
     left.set(xlabel="draft tokens verified for each request", ylabel="step, ms", ylim=(0, None))
     left.legend(fontsize="small")
-    for name, plans in curves.items():
-        for size in sorted(times.table):
-            right.plot(
-                [plan.cap for plan in plans],
-                [plan.speed_up[size] for plan in plans],
-                marker=".",
-                label=f"{name}, batch {size}",
-            )
-    right.axhline(1.0, color="black", linewidth=0.8)
-    right.set(xlabel="most draft tokens", ylabel="speed over plain decoding's")
-    right.legend(fontsize="small")
+    curves = {f"{g['method']}, batch {g['batch']}": g["acceptance_per_position"] for g in gains}
+    _plot_acceptance(right, curves)
     return _svg(figure)
+
+
+def _plot_acceptance(axes: Any, curves: Mapping[str, Sequence[float]]) -> None:
+    for name, shares in curves.items():
+        axes.plot(range(1, len(shares) + 1), shares, marker=".", label=name)
+    axes.set(xlabel="position in the draft", ylabel="accepted", ylim=(0, 1))
+    axes.legend(fontsize="small")
 
 
 def label(summary: Summary, result: BenchResult) -> str:

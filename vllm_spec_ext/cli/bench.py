@@ -44,9 +44,32 @@ def _help(name: str) -> str:
     return text if field.is_required() or shown in (None, {}) else f"{text} [default: {shown}]"
 
 
+# Options that `plan` has, too.
+ModelOption = Annotated[str | None, typer.Option(help=_help("model"))]
+PromptsOption = Annotated[str | None, typer.Option("--prompts", help=_help("prompts"))]
+FieldOption = Annotated[str | None, typer.Option(help=_help("field"))]
+TemplateOption = Annotated[str | None, typer.Option(help=_help("template"))]
+RawOption = Annotated[bool | None, typer.Option(help=_help("raw"))]
+LimitOption = Annotated[int | None, typer.Option(help=_help("limit"))]
+MaxTokensOption = Annotated[int | None, typer.Option(help=_help("max_tokens"))]
+DtypeOption = Annotated[str | None, typer.Option(help=_help("dtype"))]
+DatasetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=FILE or NAME=FILE:LIMIT, or copy_rate; repeatable. " + _help("datasets")
+    ),
+]
+BatchSizeOption = Annotated[
+    str | None, typer.Option(help="Comma-separated. " + _help("batch_size"))
+]
+EngineArgOption = Annotated[
+    list[str] | None, typer.Option(help="key=value. " + _help("engine_args"))
+]
+
+
 def bench(
     *,
-    model: Annotated[str | None, typer.Option(help=_help("model"))] = None,
+    model: ModelOption = None,
     methods: Annotated[
         str | None, typer.Option(help="Comma-separated method names. " + _help("methods"))
     ] = None,
@@ -58,21 +81,14 @@ def bench(
     config: Annotated[
         Path | None, typer.Option(help="JSON or YAML file with these settings; flags win.")
     ] = None,
-    prompts_file: Annotated[str | None, typer.Option("--prompts", help=_help("prompts"))] = None,
-    field: Annotated[str | None, typer.Option(help=_help("field"))] = None,
-    template: Annotated[str | None, typer.Option(help=_help("template"))] = None,
-    raw: Annotated[bool | None, typer.Option(help=_help("raw"))] = None,
-    limit: Annotated[int | None, typer.Option(help=_help("limit"))] = None,
-    dataset: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME=FILE or NAME=FILE:LIMIT, or copy_rate; repeatable. " + _help("datasets")
-        ),
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help=_help("max_tokens"))] = None,
-    batch_size: Annotated[
-        str | None, typer.Option(help="Comma-separated. " + _help("batch_size"))
-    ] = None,
+    prompts_file: PromptsOption = None,
+    field: FieldOption = None,
+    template: TemplateOption = None,
+    raw: RawOption = None,
+    limit: LimitOption = None,
+    dataset: DatasetOption = None,
+    max_tokens: MaxTokensOption = None,
+    batch_size: BatchSizeOption = None,
     serve: Annotated[
         list[str] | None, typer.Option(help="NAME=URL; repeatable. " + _help("servers"))
     ] = None,
@@ -81,13 +97,11 @@ def bench(
     ] = None,
     repeats: Annotated[int | None, typer.Option(help=_help("repeats"))] = None,
     warm_up: Annotated[int | None, typer.Option(help=_help("warm_up"))] = None,
-    dtype: Annotated[str | None, typer.Option(help=_help("dtype"))] = None,
+    dtype: DtypeOption = None,
     temperature: Annotated[float | None, typer.Option(help=_help("temperature"))] = None,
     seed: Annotated[int | None, typer.Option(help=_help("seed"))] = None,
     max_model_len: Annotated[int | None, typer.Option(help=_help("max_model_len"))] = None,
-    engine_arg: Annotated[
-        list[str] | None, typer.Option(help="key=value. " + _help("engine_args"))
-    ] = None,
+    engine_arg: EngineArgOption = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything here, every token included.")
     ] = None,
