@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from vllm_spec_ext.bench import figures
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.config import MethodOptions, parse_options
@@ -185,16 +186,7 @@ def draw(results: Mapping[str, ReplayResult], path: Path) -> None:
     Raises:
         SpecExtError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise SpecExtError(
-            "--plot needs matplotlib; install it with `pip install 'vllm-spec-ext[report]'`"
-        ) from error
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    figure, (left, right) = figures.subplots(2, height=4.0)
     for label, result in results.items():
         left.plot(result.nodes_per_step, result.tokens_per_step, "o", label=label)
         depths = range(1, len(result.acceptance_by_depth) + 1)
@@ -202,9 +194,7 @@ def draw(results: Mapping[str, ReplayResult], path: Path) -> None:
     left.set(xlabel="draft nodes per step", ylabel="tokens per step")
     right.set(xlabel="depth", ylabel="accepted share of drafts this deep", ylim=(0, 1))
     right.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    figures.write(figure, path)
 
 
 def _table(results: Mapping[str, ReplayResult], title: str) -> WholeTable:
