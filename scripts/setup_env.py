@@ -122,9 +122,10 @@ class PipProgress:
             text = f"{found['how'].lower()} {name} {version} ({found['size']} {found['unit']})"
             self.show(text, lasting=megabytes >= LARGE_MB)
         elif line.startswith("Installing collected packages:"):
-            self.show(f"unpacking {line.count(',') + 1} packages", lasting=True)
-        elif line.startswith("Collecting "):
-            self.show(f"looking up {line.split()[1]}", lasting=False)
+            count = line.count(",") + 1
+            self.show(f"unpacking {count} packages; the large ones take a while", lasting=True)
+        elif line.startswith(("Collecting ", "Processing ")):  # processed: a file of this machine
+            self.show(f"looking up {line.split()[1].rpartition('/')[2]}", lasting=False)
 
     def show(self, text: str, *, lasting: bool) -> None:
         """Show a text; one that does not last is for a terminal only, until the next one."""

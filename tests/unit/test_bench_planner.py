@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected gains, against steps and costs whose right answer is plain to see."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,10 @@ from vllm_spec_ext.bench.planner import (
     expected_speed_up,
     read_recording,
 )
+from vllm_spec_ext.cli.main import main
+from vllm_spec_ext.cli.simulate import speed_up
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.replay import ReplayResult
 
 FREE = StepTimes({1: {0: 1.0, 64: 1.0}})
 DEAR = StepTimes({1: {0: 1.0, 8: 1.8}, 8: {0: 1.0, 8: 9.0}})  # 0.1 and 1.0 a node
@@ -86,3 +92,30 @@ def test_requests_count_alike_however_long() -> None:
 def test_acceptance_per_position() -> None:
     found = Recording((steps((4, 2), (4, 1), (0, 0)),), 0.0)
     assert found.acceptance_per_position == [1.0, 0.5]
+
+
+def test_simulate_with_measured_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    replayed = ReplayResult(num_steps=2, num_tokens=6, num_drafted=8, propose_us=[1e5, 1e5])
+    assert speed_up(replayed, 1, DEAR) == pytest.approx(3 / (1.4 + 0.1))
+    assert speed_up(replayed, 8, DEAR) == pytest.approx(3 / (5.0 + 0.8))
+    again = [1, 2, 3, 4, 5] * 3
+    Path("r.jsonl").write_text(json.dumps({"prompt_token_ids": again, "output_token_ids": again}))
+    Path("plan.json").write_text(json.dumps({"step_seconds": {"1": {"0": 1.0, "64": 1.0}}}))
+    words = ["simulate", "r.jsonl", "--method", "input_copy", "--steps", "plan.json"]
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--json", "out.json"])
+    assert stop.value.code == 0
+    (row,) = json.loads(Path("out.json").read_text())
+    assert row["speed_up"] == pytest.approx(row["tokens_per_step"], rel=0.1)  # verification free
+    assert f"| {row['speed_up']:.2f}x |" in capsys.readouterr().out
+    for other in ("[]", "{", '{"step_seconds": {"1": 2}}', '{"step_seconds": {"x": {}}}'):
+        Path("other.json").write_text(other)
+        with pytest.raises(SpecExtError, match="no step times"):
+            StepTimes.read(Path("other.json"))
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--batch-size", "8"])
+    assert stop.value.code == 2
+    assert "batch sizes 1, not of 8" in capsys.readouterr().err

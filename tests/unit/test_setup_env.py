@@ -79,6 +79,7 @@ def test_cpu_torch_from_pytorchs_index(
 PIP_SAYS = """\
 Looking in indexes: https://pypi.org/simple
 Collecting torch==2.13.0+cpu
+Processing /wheels/local-1.0-py3-none-any.whl
   Downloading torch-2.13.0%2Bcpu-cp311-cp311-linux_x86_64.whl.metadata (29 kB)
 Requirement already satisfied: pip in ./lib
   Downloading https://host/a/b/torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl (190.1 MB)
@@ -115,7 +116,7 @@ def test_a_log_names_what_takes_long(
         "setup:   downloading torch 2.13.0+cpu (190.1 MB)",
         "setup:   using cached numpy 2.2.0 (16 MB)",
         "setup:   downloading sdist 0.1.2 (1.5 GB)",
-        "setup:   unpacking 4 packages",
+        "setup:   unpacking 4 packages; the large ones take a while",
     ]
 
 
@@ -131,6 +132,7 @@ def test_a_terminal_shows_every_package_on_one_line(
     shown = capsys.readouterr().out
     assert "\r\x1b[Ksetup:   downloading tiny 1.0 (9.9 kB)\r" in shown
     assert "looking up torch==2.13.0+cpu" in shown
+    assert "setup:   looking up local-1.0-py3-none-" in shown
     assert shown.endswith("\r\x1b[K")
     assert max(len(text) for text in shown.replace("\n", "\r\x1b[K").split("\r\x1b[K")) < 40
 

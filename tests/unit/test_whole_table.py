@@ -109,7 +109,7 @@ def test_simulate_and_top_in_a_narrow_terminal() -> None:
     point = simulate.make_points("input_copy", [{}])[0]
     recordings = [simulate.Recording([1, 2, 3, 4, 5] * 4, [1, 2, 3, 4, 5] * 4, "")]
     result = simulate.run_point("input_copy", point, recordings, None, "", 1)
-    narrow = shown(simulate._table({"a setting": result}, "title"), 50, terminal=True)
+    narrow = shown(simulate._table({"a setting": result}, "title", {}), 50, terminal=True)
     assert "accepted at depth 1 2 4 8" in narrow.replace("\n", "")
     now = top.Snapshot(0.0, {"input_copy (exact)": {"steps": 4.0, "emitted_tokens": 12.0}})
     narrow = shown(top.table(now, None), 50, terminal=True)

@@ -7,14 +7,18 @@ measured times, and the drafter's time for the batch. As in ``bench``, requests 
     speed-up(b) = T(b, 0) / mean over requests of (seconds of its steps / its tokens).
 """
 
+import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from vllm_spec_ext.errors import SpecExtError
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,23 @@ class StepTimes:
     """Seconds of a decoding step, by requests in it and draft nodes of each."""
 
     table: Mapping[int, Mapping[int, float]]  # batch size -> nodes a request -> seconds
+
+    @classmethod
+    def read(cls, path: Path) -> "StepTimes":
+        """From what ``plan --json`` wrote.
+
+        Raises:
+            SpecExtError: No such file, or another one.
+        """
+        try:
+            rows = json.loads(path.read_text(encoding="utf-8"))["step_seconds"]
+            return cls(
+                {int(b): {int(n): float(s) for n, s in row.items()} for b, row in rows.items()}
+            )
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise SpecExtError(
+                f"{path} holds no step times ({error!r}); expected what `plan --json` wrote"
+            ) from error
 
     def predict(self, batch_size: int, nodes: float) -> float:
         """A step whose requests verify so many nodes on average; 0 is plain decoding."""
