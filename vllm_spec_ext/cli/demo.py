@@ -112,6 +112,7 @@ def say_how_long(errors: Console) -> None:
         "demo: about two minutes on two CPU cores, three the first time: a small model is fetched "
         "(95 MB) and converted, an engine is started for each method, and every prompt is answered "
         "by all of them",
+        soft_wrap=True,
         markup=False,
         highlight=False,
     )
