@@ -26,7 +26,9 @@ fix: setup  ## Format, and repair what the linter can
 test: setup  ## All tests: unit, engine, e2e (minutes)
 	$(BIN)/python -m pytest
 
-demo: setup  ## The same text with and without speculation, on a small model
+demo:  ## The same text with and without speculation, on a small model (five minutes at first)
+	@echo "demo: about five minutes the first time (environment, model, engines), two after that"
+	@$(MAKE) --no-print-directory setup
 	$(BIN)/vllm-spec demo
 
 docs: setup  ## The documentation as a site, in site/

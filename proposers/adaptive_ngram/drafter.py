@@ -3,7 +3,6 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -47,20 +46,6 @@ _SHARED_HALF_LIFE = Lookup._fields.index("shared_half_life")
 _MIN_CONFIDENCE = len(Lookup._fields) + Search._fields.index("min_confidence")
 
 
-@dataclass
-class Counters:
-    """What happened so far, over all requests."""
-
-    steps: int = 0
-    """Requests that were searched for, one count a step."""
-    empty: int = 0
-    """Of these, searches that found nothing worth drafting."""
-    drafted: int = 0
-    """Nodes that were verified."""
-    accepted: int = 0
-    """Nodes that were accepted."""
-
-
 class NgramDrafter:
     """What :class:`AdaptiveNgram` does once the engine is known; not thread-safe."""
 
@@ -71,7 +56,6 @@ class NgramDrafter:
             SpecExtError: A store or overlay that cannot be used, or a vocabulary over 2^21 - 2.
         """
         self.settings = options
-        self.counters = Counters()
         self._worth = Worth()
         self.store: NgramStore | None = None
         self.fingerprint = ""
@@ -187,10 +171,7 @@ class NgramDrafter:
                         path_probs=probs,
                     )
                     self._worth.drafted(step.requests[start + index].request_id, probs)
-                else:
-                    self.counters.empty += 1
             searched += part
-        self.counters.steps += len(searched)
         return drafts
 
     def _fill(self, requests: Sequence[RequestStep], slots: Sequence[int]) -> list[int]:
@@ -211,10 +192,8 @@ class NgramDrafter:
         return chosen
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Count; what was accepted is learned from the tokens themselves."""
+        """Learn how far estimates can be trusted; tokens are learned from the tokens themselves."""
         for outcome in outcomes:
-            self.counters.drafted += outcome.num_drafted
-            self.counters.accepted += outcome.num_accepted
             self._worth.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
@@ -238,17 +217,3 @@ class NgramDrafter:
         if self._saves and every and clock - self._last_save >= every:
             self._last_save = clock
             self.save()
-
-    def metrics(self) -> dict[str, float]:
-        """Figures for logs and dashboards; reads the overlay tables, so not for every step."""
-        counters = self.counters
-        used, evicted = self.learner.occupancy()
-        return {
-            "steps": counters.steps,
-            "empty_rate": counters.empty / max(1, counters.steps),
-            "drafted": counters.drafted,
-            "accepted": counters.accepted,
-            "overlay_rows": used,
-            "overlay_evictions": evicted,
-            "overlay_bytes": self.learner.requests.num_bytes + self.learner.shared.num_bytes,
-        }

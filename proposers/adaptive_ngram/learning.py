@@ -205,16 +205,6 @@ class Learner:
         pool = OverlayPool(1, 1)
         self._add(pool, 0, np.zeros(3, np.int32), 0, 1.0)
 
-    def occupancy(self) -> tuple[int, int]:
-        """Rows used and rows evicted, over the overlays of running requests and the shared ones."""
-        slots = [state.slot for state in self.states.values() if state.slot >= 0]
-        used = sum(self.requests.rows_used(slot) for slot in slots)
-        evicted = sum(int(self.requests.arrays.evictions[slot]) for slot in slots)
-        if self.is_shared:
-            shared_used, shared_evicted = self.groups.occupancy()
-            used, evicted = used + shared_used, evicted + shared_evicted
-        return used, evicted
-
 
 def _crc(tokens: IntArray, start: int = 0) -> int:
     """CRC of token ids, continued from ``start``."""

@@ -22,7 +22,6 @@ from vllm_spec_ext.proposers.compiled import kernel
 
 WAYS = 4
 SUCCESSORS = 8
-TOKEN_BITS = 21
 LAST_GENERATION = (1 << 22) - 1
 FILE_VERSION = "1"
 

@@ -87,17 +87,15 @@ def test_plan_measures_this_machine(model: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     data = json.loads(result.read_text())
-    found = data["methods"]["input_copy"]
-    assert set(found["step_seconds"]) == {"1", "2"}
-    for row in found["step_seconds"].values():
+    assert set(data["step_seconds"]) == {"1", "2"}
+    for row in data["step_seconds"].values():
         assert row["32"] > row["0"] > 0
-    assert [plan["cap"] for plan in found["plans"]][-1] == 32
-    tokens = [plan["tokens_per_step"]["1"] for plan in found["plans"]]
-    assert tokens == sorted(tokens)
+    one, two = data["gains"]
+    assert one["tokens_per_step"] > 1.2
     # Steps in which both requests decode are few, and of another part of the answers.
-    assert found["plans"][-1]["tokens_per_step"]["2"] > 1.0
-    assert 1.0 <= found["adaptive_length"]["tokens_per_step"]["1"] <= tokens[-1] * 1.1
-    assert tokens[-1] > 1.2
+    assert two["tokens_per_step"] >= 1.0
+    assert one["acceptance_per_position"]
+    assert one["speed_up"] > 0 < two["speed_up"]
     assert "accepted per position: " in done.stdout
 
 

@@ -123,3 +123,25 @@ def test_a_benchmark_may_end_between_two_turns() -> None:
     worker = Worker()
     with pytest.raises(SystemExit):
         serving(worker, Others(worker, "stop")).run(range(6), 1, turn=4)
+
+
+@pytest.mark.parametrize("stop", [None, 143])
+def test_the_process_ends_at_once_when_its_engine_has_ended(
+    stop: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+
+    def serve(pipe: object) -> None:
+        done.append("served")
+        if stop is not None:  # SIGTERM, as main makes it an exception
+            raise SystemExit(stop)
+
+    monkeypatch.setattr(engine_process.sys, "argv", ["engine_process", "0", "1"])
+    monkeypatch.setattr(engine_process, "watch", lambda fd: None)
+    monkeypatch.setattr(engine_process, "Connection", lambda fd: None)
+    monkeypatch.setattr(engine_process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(engine_process, "serve", serve)
+    monkeypatch.setattr(engine_process.atexit, "_run_exitfuncs", lambda: done.append("cleaned up"))
+    monkeypatch.setattr(engine_process.os, "_exit", done.append)
+    engine_process.main()
+    assert done == ["served", "cleaned up", stop or 0]

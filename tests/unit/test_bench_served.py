@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_spec_ext.bench import served
+from vllm_spec_ext.bench import provenance, served
 from vllm_spec_ext.bench.served import Load, Pass, command, run_passes, served_model, table
 from vllm_spec_ext.bench.settings import merge, parse_rates, parse_servers
 from vllm_spec_ext.cli.main import main
@@ -100,16 +100,77 @@ def test_every_pass_has_prompts_of_its_own_and_all_servers_get_them(
     monkeypatch.setattr(served, "served_model", lambda name, url: "m")
     monkeypatch.setattr(served, "warm_up", lambda name, url, model: warmed.append(name))
     given = settings(datasets={"copy_rate": {"limit": 12}}, repeats=3, batch_size=[1, 4])
+    monkeypatch.setattr(served, "answered_before", lambda url: pytest.fail("all prompts are new"))
     assert len(run_passes(given, lambda _: None)) == 12
     assert sent["http://a:1"] == sent["http://b:2"]
     assert len(set(sent["http://a:1"])) == 6
     assert warmed == ["plain", "ours"]
     said: list[str] = []
     run_passes(given, said.append)
-    assert said[0].startswith("a pass has 2 prompts: 4 in flight are never reached; give more")
-    assert not any("never reached" in line for line in said[1:])
+    assert said[1].startswith("a pass has 2 prompts: 4 in flight are never reached; give more")
+    assert not any("never reached" in line for line in said[2:])
     with pytest.raises(SpecExtError, match="3 prompts for 6 passes"):
         run_passes(given.model_copy(update={"limit": 3}), lambda _: None)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompt files that servers which answer everything were sent."""
+    files: list[str] = []
+
+    def drive(words: list[str], name: str) -> None:
+        values = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
+        files.append(Path(values["dataset-path"]).read_text())
+        out = Path(values["result-dir"]) / values["result-filename"]
+        out.write_text(json.dumps(result(1.0, "x", completed=1)))
+
+    monkeypatch.setattr(served, "_drive", drive)
+    monkeypatch.setattr(served, "served_model", lambda name, url: "m")
+    monkeypatch.setattr(served, "warm_up", lambda name, url, model: None)
+    monkeypatch.setattr(served, "answered_before", lambda url: 0)
+    monkeypatch.setattr(provenance, "collect", lambda command: {})
+    return files
+
+
+@pytest.mark.parametrize("source", [["--dataset", "copy_rate:6"], ["--prompts", "p.jsonl"]])
+def test_each_run_has_prompts_of_its_own_and_a_seed_brings_them_back(
+    sent: list[str],
+    source: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"prompt": f"prompt {i}"}) for i in range(6000)]
+    Path("p.jsonl").write_text("\n".join(lines))
+
+    def run(*more: str) -> str:
+        sent.clear()
+        with pytest.raises(SystemExit) as stop:
+            main(
+                ["bench", "--model", "m", "--serve", "a=http://a:1", "--limit", "6", *source, *more]
+            )
+        assert stop.value.code == 0
+        assert len(set(sent)) == 3  # repeats
+        return "".join(sent)
+
+    assert run() != run()
+    assert run("--seed", "5") == run("--seed", "5") != run("--seed", "6")
+    capsys.readouterr()
+    drawn = run("--json", "r.json")
+    seed = json.loads(Path("r.json").read_text())["settings"]["seed"]
+    assert f"drawn with seed {seed}" in capsys.readouterr().err
+    assert run("--seed", str(seed)) == drawn
+
+
+def test_a_server_that_may_know_the_prompts(
+    sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(served, "answered_before", lambda url: 7 if url == "http://b:2" else 0)
+    run_passes(settings(limit=6), said.append)
+    (line,) = [line for line in said if "requests already" in line]
+    assert line.startswith("ours has answered 7 requests already")
 
 
 def test_a_server_that_answers_nothing(tmp_path: Path) -> None:
@@ -151,6 +212,16 @@ def completions() -> Iterator[tuple[str, list[Any], list[int]]]:
             self.end_headers()
             self.wfile.write(b'{"choices": [{"text": " four"}]}')
 
+        def do_GET(self) -> None:
+            assert self.path == "/metrics"
+            self.send_response(status[0])
+            self.end_headers()
+            self.wfile.write(
+                b'vllm:request_success_total{finished_reason="stop"} 3.0\n'
+                b'vllm:request_success_total{finished_reason="length"} 4.0\n'
+                b"vllm:request_success_created 9.0\n"
+            )
+
         def log_message(self, format: str, *args: object) -> None:
             pass
 
@@ -170,7 +241,9 @@ def test_the_warm_up_is_a_text_of_no_pass(
     assert [(body["model"], body["prompt"]) for body in bodies] == [
         ("the model", served.WARM_UP_PROMPT)
     ]
+    assert served.answered_before(url) == 7
     status[0] = 500
+    assert served.answered_before(url) == 0
     with pytest.raises(
         SpecExtError, match=r"'ours' lists its model, but .*/v1/completions gave no"
     ):

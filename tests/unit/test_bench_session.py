@@ -5,14 +5,16 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 
 from vllm_spec_ext.bench import report, saved, session
 from vllm_spec_ext.bench.engine_client import EngineFailed
+from vllm_spec_ext.bench.markdown_table import markdown_table
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.records import (
@@ -154,8 +156,48 @@ def test_what_was_measured_outlives_plain_decoding(
     assert (methods.count("plain"), methods.count("lossy")) == (runs_of_plain, 2)
     assert result.drifts == []
     assert reason in result.failures["plain"]
-    assert "lossy" in report.markdown_table(*report.overview(result))
+    assert "lossy" in markdown_table(*report.overview(result))
     assert any(
         f"FAILED plain: {result.failures['plain']}" in x for x in report.verdict_lines(result)
     )
     assert len(saved.to_json(result, {})["runs"]) == 2 + runs_of_plain
+
+
+class Starting:
+    """A client whose start says what it was told, and meets others that start just then."""
+
+    told: ClassVar[list[tuple[str, int]]] = []
+    meet: ClassVar[Barrier] = Barrier(1)
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.name, self.log = name, log
+
+    def start(self, model: str, method: Method, args: Any, sampling: Any, count: int) -> None:
+        self.meet.wait(10)
+        self.told.append((self.name, count))
+        if self.name == "b":
+            raise EngineFailed("no")
+
+    def prepare(self, *_: object) -> EngineFacts:
+        return EngineFacts("float32", True, "cpu", 1.0)
+
+    def pause(self) -> None:
+        pass
+
+    begin_to_close = close = pause
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_engines_start_in_turn_or_together_and_know_how_many_share_the_memory(
+    at_once: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(session, "EngineClient", Starting)
+    monkeypatch.setattr(session, "_require_memory", lambda count: None)
+    monkeypatch.setattr(Starting, "told", [])
+    monkeypatch.setattr(Starting, "meet", Barrier(at_once))
+    methods = [Method(name, None if name == "plain" else {}) for name in ("plain", "b", "c")]
+    result = BenchResult(BenchSettings(model="m", methods=["plain"]), methods, [])
+    with session.engines_running(result, tmp_path, session.Events(), at_once=at_once) as clients:
+        assert list(clients) == list(result.facts) == ["plain", "c"]
+    assert sorted(Starting.told) == [("b", 3), ("c", 3), ("plain", 3)]
+    assert list(result.failures) == ["b"]

@@ -93,9 +93,9 @@ def test_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(registry.BUILTIN, "gone", "vllm_spec_ext.proposers.gone:Gone")
     list_methods()
     shown = capsys.readouterr()
-    row = next(line for line in shown.out.splitlines() if line.split()[:1] == ["trial"])
-    assert row.split()[1:5] == ["no", "needed", "tree", "-"]
-    assert "testing [bold]" in row
+    rows = [line.strip("| ").split(" | ") for line in shown.out.splitlines()]
+    (row,) = [cells for cells in rows if cells[0] == "trial"]
+    assert row[1:] == ["no", "needed", "tree", "-", "testing [bold]"]
     assert "input_copy" in shown.out
     assert "not available: gone: No module named" in shown.err
 

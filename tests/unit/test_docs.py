@@ -15,7 +15,7 @@ from vllm_spec_ext.cli.docs_tables import (
     END,
     END_MEASURED,
     main,
-    markdown_table,
+    option_table,
     outdated,
     with_tables,
 )
@@ -64,7 +64,7 @@ def test_readme_is_short_and_lists_every_method() -> None:
 
 def test_option_tables_are_those_of_the_schemas() -> None:
     assert outdated(DOCS) == {}, "run: python -m vllm_spec_ext.cli.docs_tables --write docs"
-    assert markdown_table(InputCopyOptions) in (DOCS / "input_copy.md").read_text()
+    assert option_table(InputCopyOptions) in (DOCS / "input_copy.md").read_text()
 
 
 def test_tables_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

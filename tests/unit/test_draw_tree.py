@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The picture of a draft tree is valid XML, holds every token and marks the accepted path."""
 
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -76,12 +75,3 @@ def test_visible_text() -> None:
     assert visible(" a\n") == "␣a⏎"
     assert visible("") == "∅"
     assert len(visible("x" * 100)) == 18
-
-
-def test_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from vllm_spec_ext.tree_image import write_png
-
-    path = tmp_path / "tree.png"
-    write_png(path, ["a$", "b"], [-1, 0], [0], "t", root="r", bonus="x")
-    assert path.read_bytes().startswith(b"\x89PNG")

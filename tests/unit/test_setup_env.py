@@ -76,6 +76,79 @@ def test_cpu_torch_from_pytorchs_index(
     assert pip.packages["torch"] == "2.13.0+cpu"
 
 
+PIP_SAYS = """\
+Looking in indexes: https://pypi.org/simple
+Collecting torch==2.13.0+cpu
+Processing /wheels/local-1.0-py3-none-any.whl
+  Downloading torch-2.13.0%2Bcpu-cp311-cp311-linux_x86_64.whl.metadata (29 kB)
+Requirement already satisfied: pip in ./lib
+  Downloading https://host/a/b/torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl (190.1 MB)
+Using cached numpy-2.2.0-cp311-cp311-linux_x86_64.whl (16 MB)
+Downloading tiny-1.0-py3-none-any.whl (9.9 kB)
+Downloading sdist-0.1.2.tar.gz (1.5 GB)
+Installing collected packages: torch, numpy, tiny, sdist
+ERROR: no space left
+"""
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """An environment whose python says what pip would; its exit status is the file ``status``."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    (tmp_path / "says").write_text(PIP_SAYS)
+    (tmp_path / "status").write_text("0")
+    python.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/asked\ncat {tmp_path}/says\n'
+        f"exit $(cat {tmp_path}/status)\n"
+    )
+    python.chmod(0o755)
+    return tmp_path
+
+
+def test_a_log_names_what_takes_long(
+    setup_env: ModuleType, venv: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert setup_env.pip(venv, "install", "torch")
+    asked = (venv / "asked").read_text()
+    assert asked.startswith("-m pip --disable-pip-version-check install torch")
+    assert capsys.readouterr().out.splitlines() == [
+        "setup:   downloading torch 2.13.0+cpu (190.1 MB)",
+        "setup:   using cached numpy 2.2.0 (16 MB)",
+        "setup:   downloading sdist 0.1.2 (1.5 GB)",
+        "setup:   unpacking 4 packages; the large ones take a while",
+    ]
+
+
+def test_a_terminal_shows_every_package_on_one_line(
+    setup_env: ModuleType,
+    venv: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(setup_env.sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert setup_env.pip(venv, "install", "torch")
+    shown = capsys.readouterr().out
+    assert "\r\x1b[Ksetup:   downloading tiny 1.0 (9.9 kB)\r" in shown
+    assert "looking up torch==2.13.0+cpu" in shown
+    assert "setup:   looking up local-1.0-py3-none-" in shown
+    assert shown.endswith("\r\x1b[K")
+    assert max(len(text) for text in shown.replace("\n", "\r\x1b[K").split("\r\x1b[K")) < 40
+
+
+def test_a_failure_shows_the_end_of_what_pip_said(
+    setup_env: ModuleType, venv: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (venv / "status").write_text("1")
+    assert setup_env.pip(venv, "install", "torch", may_fail=True) is False
+    assert capsys.readouterr().err == ""
+    with pytest.raises(setup_env.SetupError, match=r"failed \(exit 1\); its message is above"):
+        setup_env.pip(venv, "uninstall", "-y", "torch")
+    assert "--progress-bar" not in (venv / "asked").read_text()
+    assert capsys.readouterr().err.endswith("ERROR: no space left\n")
+
+
 @pytest.mark.parametrize(
     ("text", "status", "found"),
     [("GPU 0: X", 0, True), ("No devices", 0, False), ("GPU", 9, False)],

@@ -72,9 +72,17 @@ class Dataset(Options):
     """Use this many prompts, spread evenly over the file."""
 
 
-def load(datasets: Mapping[str, Dataset]) -> list[Question]:
-    """All questions, dataset by dataset; raises as :func:`.prompts.load`."""
-    return [question for name, dataset in datasets.items() for question in _load(name, dataset)]
+def load(datasets: Mapping[str, Dataset], chance: random.Random | None = None) -> list[Question]:
+    """All questions, dataset by dataset; raises as :func:`.prompts.load`.
+
+    Args:
+        datasets: By name.
+        chance: Chooses the prompts of a file that is limited, and makes those of ``copy_rate``;
+            without it they are always the same.
+    """
+    return [
+        question for name, dataset in datasets.items() for question in _load(name, dataset, chance)
+    ]
 
 
 def parse(arguments: Iterable[str]) -> dict[str, Dataset]:
@@ -100,22 +108,24 @@ def parse(arguments: Iterable[str]) -> dict[str, Dataset]:
     return found
 
 
-def _load(name: str, dataset: Dataset) -> list[Question]:
+def _load(name: str, dataset: Dataset, chance: random.Random | None) -> list[Question]:
     if name == COPY_RATE:
         if dataset.prompts is not None or dataset.field is not None or dataset.template is not None:
             raise SpecExtError(f"dataset {COPY_RATE} is made here; it takes nothing but a limit")
-        return copy_rate_questions(dataset.limit or 4 * len(COPY_RATES))
+        return copy_rate_questions(dataset.limit or 4 * len(COPY_RATES), chance)
     if dataset.prompts is None:
         raise SpecExtError(f"dataset {name!r} has no file; set its 'prompts'")
     shape = KNOWN.get(name, Shape("prompt"))
     template = shape.template if dataset.template is None else dataset.template
     field = shape.field if dataset.field is None else dataset.field
     if field is None:
-        questions = prompts.load_lines(dataset.prompts, template=template, limit=dataset.limit)
+        questions = prompts.load_lines(
+            dataset.prompts, template=template, limit=dataset.limit, chance=chance
+        )
     else:
         try:
             questions = prompts.load(
-                dataset.prompts, field=field, template=template, limit=dataset.limit
+                dataset.prompts, field=field, template=template, limit=dataset.limit, chance=chance
             )
         except prompts.NoFieldError as error:
             raise SpecExtError(
@@ -129,9 +139,9 @@ def _load(name: str, dataset: Dataset) -> list[Question]:
     return found
 
 
-def copy_rate_questions(count: int) -> list[Question]:
-    """Prompts whose answers repeat a known share of them; always the same ones."""
-    chance = random.Random(0)
+def copy_rate_questions(count: int, chance: random.Random | None = None) -> list[Question]:
+    """Prompts whose answers repeat a known share of them; the same ones unless chance is given."""
+    chance = chance or random.Random(0)
     questions = []
     for i in range(count):
         rate = COPY_RATES[i % len(COPY_RATES)]

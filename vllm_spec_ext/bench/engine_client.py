@@ -56,7 +56,6 @@ class EngineClient:
         self.pipe, child = Pipe()
         alive, self.alive = os.pipe()  # if it closes without a byte, we were killed
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
-        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes half the machine
         # An engine may be paused while a step is under way; with vLLM's default of 300 s it would
         # die when it is woken up again.
         env.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "86400")
@@ -75,11 +74,24 @@ class EngineClient:
         os.close(alive)
 
     def start(
-        self, model: str, method: Method, engine_args: Mapping[str, Any], sampling: Any
+        self,
+        model: str,
+        method: Method,
+        engine_args: Mapping[str, Any],
+        sampling: Any,
+        num_engines: int = 1,
     ) -> EngineFacts:
-        """Start the engine; raises :class:`EngineFailed` with the reason."""
+        """Start the engine; raises :class:`EngineFailed` with the reason.
+
+        Args:
+            model: Name or folder of the target.
+            method: What drafts.
+            engine_args: ``LLM`` arguments of the user.
+            sampling: How answers are generated.
+            num_engines: Engines that share the machine's memory, this one included.
+        """
         try:
-            return self._ask("start", model, method, dict(engine_args), sampling)
+            return self._ask("start", model, method, dict(engine_args), sampling, num_engines)
         except EngineFailed:
             raise
         except SpecExtError as error:  # settings that this method refuses: others may go on

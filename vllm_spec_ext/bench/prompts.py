@@ -3,7 +3,9 @@
 
 import gzip
 import hashlib
+import itertools
 import json
+import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +42,14 @@ class Question:
     follow_ups: tuple[str, ...] = ()  # user messages of the later turns, sent after each answer
 
 
-def load(source: str, *, field: str, template: str | None, limit: int | None) -> list[Question]:
+def load(
+    source: str,
+    *,
+    field: str,
+    template: str | None,
+    limit: int | None,
+    chance: random.Random | None = None,
+) -> list[Question]:
     """Read questions.
 
     Args:
@@ -50,6 +59,7 @@ def load(source: str, *, field: str, template: str | None, limit: int | None) ->
             in Spec-Bench), or a list of chat messages.
         template: Text with ``{text}`` into which each text is put; not for chat messages.
         limit: Keep this many questions, spread evenly over the file; ``None`` keeps all.
+        chance: Chooses which ones, see :func:`spread_evenly`.
 
     Raises:
         SpecExtError: The file is missing or empty, or a line has the wrong shape; names the line.
@@ -61,10 +71,12 @@ def load(source: str, *, field: str, template: str | None, limit: int | None) ->
             questions.append(parse_line(line, f"{source}, line {number}", number, field, template))
     if not questions:
         raise SpecExtError(f"{source} holds no prompts; expected one JSON object a line")
-    return spread_evenly(questions, limit)
+    return spread_evenly(questions, limit, chance)
 
 
-def load_lines(source: str, *, template: str | None, limit: int | None) -> list[Question]:
+def load_lines(
+    source: str, *, template: str | None, limit: int | None, chance: random.Random | None = None
+) -> list[Question]:
     """Read a text file in which every line that is not empty is a prompt.
 
     Arguments and errors as :func:`load`.
@@ -77,14 +89,26 @@ def load_lines(source: str, *, template: str | None, limit: int | None) -> list[
     ]
     if not questions:
         raise SpecExtError(f"{source} holds no prompts; expected one a line")
-    return spread_evenly(questions, limit)
+    return spread_evenly(questions, limit, chance)
 
 
-def spread_evenly(questions: list[Question], limit: int | None) -> list[Question]:
-    """At most ``limit`` of them, from all over the list."""
+def spread_evenly(
+    questions: list[Question], limit: int | None, chance: random.Random | None = None
+) -> list[Question]:
+    """At most ``limit`` of them, one from each of as many equal parts of the list.
+
+    Args:
+        questions: All there are.
+        limit: ``None`` keeps all.
+        chance: Chooses within each part; without it the first one is taken.
+    """
     if limit is None or limit >= len(questions):
         return questions
-    return [questions[i * len(questions) // limit] for i in range(limit)]
+    ends = [i * len(questions) // limit for i in range(limit + 1)]
+    return [
+        questions[first if chance is None else chance.randrange(first, end)]
+        for first, end in itertools.pairwise(ends)
+    ]
 
 
 def _check_template(template: str | None) -> None:

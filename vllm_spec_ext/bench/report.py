@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables on the terminal and in Markdown from a finished benchmark."""
+"""Tables and sentences from a finished benchmark."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
+from vllm_spec_ext.bench.markdown_table import markdown_table
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.statistics import Spread, Summary
 
@@ -124,16 +123,6 @@ def verdict_lines(result: BenchResult) -> list[str]:
     return lines
 
 
-def rich_table(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Table:
-    """A table for the terminal."""
-    table = Table(title=title or None, title_justify="left")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def markdown(result: BenchResult, provenance: Mapping[str, Any]) -> str:
     """The whole report as Markdown."""
     parts = [
@@ -168,14 +157,6 @@ def caption(result: BenchResult, provenance: Mapping[str, Any]) -> str:
         "first token; token ms = mean time between a request's later tokens, without other "
         "requests' prefills; gap ms = time between a request's outputs as its user sees them, "
         "p50/p99; drafter time per step, p50/p99; MiB of the engine's process."
-    )
-
-
-def markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> str:
-    """A Markdown table, bars in its cells escaped."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
     )
 
 

@@ -3,12 +3,15 @@
 
 The servers take turns, pass by pass. The first one is the baseline: its answers are what the
 others' are compared with, and its throughput what theirs is divided by. A server remembers prompts
-and answers (prefix cache, earlier answers), so each pass has prompts that no pass before it had;
-for the same reason the warm-up is ours, not vLLM's, which sends a pass's first prompt.
+and answers (prefix cache, earlier answers), so each pass has prompts that no pass before it had,
+and each run draws a new seed for them unless one is given; for the same reason the warm-up is
+ours, not vLLM's, which sends a pass's first prompt.
 """
 
 import json
 import math
+import random
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from vllm_spec_ext.bench.datasets import COPY_RATE
 from vllm_spec_ext.bench.session import rotated
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.bench.statistics import Spread
@@ -39,6 +43,7 @@ HEADINGS = [
 ]
 
 
+ANSWERED = "vllm:request_success_total{"  # a counter for each reason to finish
 WARM_UP_PROMPT = "Count from one to twenty: one, two, three,"  # of no pass
 WARM_UP_TOKENS = 16
 WARM_UP_TIMEOUT_S = 600.0  # a server may compile at its first request
@@ -62,14 +67,35 @@ class Pass:
     result: Mapping[str, Any]
 
 
+def with_seed(settings: BenchSettings) -> BenchSettings:
+    """Settings whose seed is the user's, or else one that no other run has."""
+    if "seed" in settings.model_fields_set:
+        return settings
+    return settings.model_copy(update={"seed": secrets.randbelow(2**31)})
+
+
 def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass]:
-    """Drive every server with every load; raises SpecExtError if a pass fails."""
+    """Drive every server with every load; raises SpecExtError if a pass fails.
+
+    Args:
+        settings: Their ``seed`` decides which prompts are sent, see :func:`with_seed`.
+        say: Receives a line for each pass, and what deserves a word.
+    """
+    say(f"prompts drawn with seed {settings.seed}; --seed {settings.seed} sends the same again")
     served_names = {name: served_model(name, url) for name, url in settings.servers.items()}
     loads = [Load(n, rate) for n in settings.batch_size for rate in settings.request_rate]
     names = list(settings.servers)
     prompts_of_pass = _shares(settings, len(loads) * settings.repeats)
     for warning in _unreached(settings.batch_size, min(map(len, prompts_of_pass))):
         say(warning)
+    if set(settings.datasets) != {COPY_RATE}:
+        for name, url in settings.servers.items():
+            if count := answered_before(url):
+                say(
+                    f"{name} has answered {count} requests already: prompts that were among them "
+                    "are sped up by what it remembers; start it again, or use prompts that are "
+                    f"new in every run (--dataset {COPY_RATE})"
+                )
     for name, url in settings.servers.items():
         for _ in range(settings.warm_up):
             warm_up(name, url, served_names[name])
@@ -92,7 +118,7 @@ def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass
 
 def _shares(settings: BenchSettings, num_passes: int) -> list[list[str]]:
     """Prompts of each pass: every n-th one, so that all passes get all kinds."""
-    questions = settings.questions()
+    questions = settings.questions(random.Random(settings.seed))
     if any(len(question.opening) > 1 for question in questions):
         raise SpecExtError(
             "a prompt is a chat of several messages, which vllm bench serve cannot send; give texts"
@@ -137,6 +163,17 @@ def served_model(name: str, url: str) -> str:
             f"server {name!r} does not answer at {url}: {error}; start it with vllm serve, and "
             "give the URL without /v1"
         ) from error
+
+
+def answered_before(url: str) -> int:
+    """Requests that a server has answered since its start; 0 if it shows no metrics."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=10) as answer:
+            lines = answer.read().decode("utf-8").splitlines()
+        counts = [line.rpartition(" ")[2] for line in lines if line.startswith(ANSWERED)]
+        return int(sum(map(float, counts)))
+    except (OSError, HTTPException, ValueError):
+        return 0
 
 
 def warm_up(name: str, url: str, model: str) -> None:

@@ -3,6 +3,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,43 +99,72 @@ def sampling_of(settings: BenchSettings) -> Sampling:
 
 @contextlib.contextmanager
 def engines_running(
-    result: BenchResult, log_dir: Path, events: Events
+    result: BenchResult, log_dir: Path, events: Events, *, at_once: int = 1
 ) -> Iterator[dict[str, EngineClient]]:
-    """Start one engine a method, one after another; all but the one at work are paused.
+    """Start one engine a method; all but the one at work are paused.
 
     A method that cannot be started is noted in ``result.failures`` and left out.
+
+    Args:
+        result: Settings and methods; takes facts and failures.
+        log_dir: Existing folder for the engines' logs.
+        events: Hears of starts.
+        at_once: Engines that start at the same time. On a GPU 1: vLLM measures there what is left
+            of the memory while it starts.
 
     Raises:
         EngineFailed: Plain decoding cannot be started: there is nothing to compare with.
         SpecExtError: A prompt does not fit the model, or the engines do not fit the memory.
     """
-    settings = result.settings
     clients: dict[str, EngineClient] = {}
+    pool = ThreadPoolExecutor(at_once)
     try:
         for method in result.methods:
-            events.engine_starting(method.name)
-            client = EngineClient(method.name, log_dir / f"{_file_name(method.name)}.log")
-            clients[method.name] = client
+            log = log_dir / f"{_file_name(method.name)}.log"
+            clients[method.name] = EngineClient(method.name, log)
+        starts = [
+            pool.submit(_start, result, method, clients[method.name], events)
+            for method in result.methods
+        ]
+        for method, start in zip(result.methods, starts, strict=True):
             try:
-                client.start(settings.model, method, settings.llm_args(), sampling_of(settings))
-                facts = client.prepare(result.questions, settings.warm_up, max(settings.batch_size))
+                facts = start.result()
             except EngineFailed as error:
                 if method.config is None:
                     raise EngineFailed(
-                        f"plain decoding does not start: {error} [log: {client.log}]"
+                        f"plain decoding does not start: {error} [log: {clients[method.name].log}]"
                     ) from error
                 _drop(result, clients, method.name, error, events)
                 continue
-            client.pause()
             result.facts[method.name] = facts
             events.engine_ready(method.name, facts)
-            _require_memory(len(clients))
+            _require_memory(len(result.facts))
         yield clients
     finally:
+        # Not waiting: a start that is under way ends with its engine.
+        pool.shutdown(wait=False, cancel_futures=True)
         for client in clients.values():
             client.begin_to_close()  # all at the same time
         for client in clients.values():
             client.close()
+
+
+def _start(
+    result: BenchResult, method: Method, client: EngineClient, events: Events
+) -> EngineFacts:
+    """One engine up, warm and paused."""
+    settings = result.settings
+    events.engine_starting(method.name)
+    client.start(
+        settings.model,
+        method,
+        settings.llm_args(),
+        sampling_of(settings),
+        len(result.methods),
+    )
+    facts = client.prepare(result.questions, settings.warm_up, max(settings.batch_size))
+    client.pause()
+    return facts
 
 
 def run_benchmark(result: BenchResult, log_dir: Path, events: Events) -> None:

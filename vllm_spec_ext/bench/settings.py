@@ -2,6 +2,7 @@
 """Settings of a benchmark: the command line and ``--config`` files fill the same schema."""
 
 import json
+import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -79,7 +80,8 @@ class BenchSettings(Options):
     """Sampling temperature; 0 is greedy."""
 
     seed: int = 0
-    """Seed of the engines, and of sampling (prompt i uses seed + i)."""
+    """Seed of the engines, and of sampling (prompt i uses seed + i). With running servers it also
+    chooses or makes the prompts; without it every run draws another one there, and says which."""
 
     max_model_len: int = Field(default=2048, ge=16)
     """Longest prompt and answer together, in tokens."""
@@ -87,18 +89,23 @@ class BenchSettings(Options):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of ``vllm.LLM``, for all methods alike."""
 
-    def questions(self) -> list[Question]:
-        """The prompts to answer; raises SpecExtError."""
+    def questions(self, chance: random.Random | None = None) -> list[Question]:
+        """The prompts to answer; raises SpecExtError.
+
+        Args:
+            chance: Chooses among more prompts than are wanted; without it, always the same ones.
+        """
         if self.datasets:
             questions = load(
                 {
                     name: Dataset(prompts=given) if isinstance(given, str) else given
                     for name, given in self.datasets.items()
-                }
+                },
+                chance,
             )
-            return prompt_files.spread_evenly(questions, self.limit)
+            return prompt_files.spread_evenly(questions, self.limit, chance)
         return prompt_files.load(
-            self.prompts, field=self.field, template=self.template, limit=self.limit
+            self.prompts, field=self.field, template=self.template, limit=self.limit, chance=chance
         )
 
     def source(self) -> str:

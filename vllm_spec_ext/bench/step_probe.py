@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from vllm_spec_ext.bench.engine_memory import memory_args
 from vllm_spec_ext.config import RequestOptions
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
@@ -176,19 +177,19 @@ def measure(
         Rows with ``batch``, ``nodes`` and the milliseconds of each shape.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # GiB; by default vLLM asks for nearly all of a CPU machine's memory, and there may be others.
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     registry.BUILTIN[METHOD] = "vllm_spec_ext.bench.step_probe:Probe"
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    cpu = current_platform.is_cpu()
     most, largest = max(batch_sizes), max(1, *sizes)
     length = context + answer_tokens(steps, largest, [range(context)] * most)
     arguments: dict[str, Any] = {
-        "enforce_eager": current_platform.is_cpu(),  # as servers run
+        "enforce_eager": cpu,  # as servers run
         "max_model_len": max(2048, length),
         "enable_prefix_caching": False,
-        **({"block_size": 32} if current_platform.is_cpu() else {}),  # as in `bench`
+        **({"block_size": 32} if cpu else {}),  # as in `bench`
+        **memory_args(engine_args or {}, cpu=cpu, num_engines=1, default_share=1.0),
         **(engine_args or {}),
         "max_num_seqs": max(2, most),
         "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, most * (largest + 1)),

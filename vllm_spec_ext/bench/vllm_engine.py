@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
+from vllm_spec_ext.bench.engine_memory import memory_args
 from vllm_spec_ext.bench.measure import StepOutput
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Message
@@ -33,7 +34,12 @@ class VllmEngine:
     """Owns the ``LLM`` of one method."""
 
     def __init__(
-        self, model: str, method: Method, engine_args: Mapping[str, Any], sampling: Sampling
+        self,
+        model: str,
+        method: Method,
+        engine_args: Mapping[str, Any],
+        sampling: Sampling,
+        num_engines: int = 1,
     ) -> None:
         """Start the engine (tens of seconds).
 
@@ -42,11 +48,16 @@ class VllmEngine:
             method: What drafts.
             engine_args: ``LLM`` arguments of the user; they win over the benchmark's defaults.
             sampling: How answers are generated.
+            num_engines: Engines that share the machine's memory, this one included.
+
+        Raises:
+            SpecExtError: vLLM cannot know the method, or the memory is not enough for all.
         """
         if method.ours:
             _check_plugin(method.name)
         begin = time.perf_counter()
         from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
 
         self.method = method
@@ -56,6 +67,12 @@ class VllmEngine:
             # Eager: compilation costs minutes and changes little on a CPU. Blocks of 32: the CPU
             # default of 128 makes every copy of a partial block four times as dear.
             args |= {"enforce_eager": True, "block_size": 32}
+        args |= memory_args(
+            engine_args,
+            cpu=current_platform.is_cpu(),
+            num_engines=num_engines,
+            default_share=EngineArgs.gpu_memory_utilization,
+        )
         if method.config is not None:
             args["speculative_config"] = method.config
             if method.config.get("method") == "suffix":

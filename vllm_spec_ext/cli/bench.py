@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vllm_spec_ext.bench import datasets, provenance, report, saved, served
 from vllm_spec_ext.bench.engine_client import EngineFailed
+from vllm_spec_ext.bench.markdown_table import markdown_table
 from vllm_spec_ext.bench.records import EngineFacts
 from vllm_spec_ext.bench.session import BenchResult, Events, run_benchmark
 from vllm_spec_ext.bench.settings import (
@@ -28,10 +29,10 @@ from vllm_spec_ext.bench.settings import (
     parse_template,
     read_file,
 )
+from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
 
 EXIT_FAILED = 1
-REPORT_WIDTH = 160
 SMOKE = {"limit": 2, "max_tokens": 16, "repeats": 1}
 
 
@@ -43,9 +44,32 @@ def _help(name: str) -> str:
     return text if field.is_required() or shown in (None, {}) else f"{text} [default: {shown}]"
 
 
+# Options that `plan` has, too.
+ModelOption = Annotated[str | None, typer.Option(help=_help("model"))]
+PromptsOption = Annotated[str | None, typer.Option("--prompts", help=_help("prompts"))]
+FieldOption = Annotated[str | None, typer.Option(help=_help("field"))]
+TemplateOption = Annotated[str | None, typer.Option(help=_help("template"))]
+RawOption = Annotated[bool | None, typer.Option(help=_help("raw"))]
+LimitOption = Annotated[int | None, typer.Option(help=_help("limit"))]
+MaxTokensOption = Annotated[int | None, typer.Option(help=_help("max_tokens"))]
+DtypeOption = Annotated[str | None, typer.Option(help=_help("dtype"))]
+DatasetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=FILE or NAME=FILE:LIMIT, or copy_rate; repeatable. " + _help("datasets")
+    ),
+]
+BatchSizeOption = Annotated[
+    str | None, typer.Option(help="Comma-separated. " + _help("batch_size"))
+]
+EngineArgOption = Annotated[
+    list[str] | None, typer.Option(help="key=value. " + _help("engine_args"))
+]
+
+
 def bench(
     *,
-    model: Annotated[str | None, typer.Option(help=_help("model"))] = None,
+    model: ModelOption = None,
     methods: Annotated[
         str | None, typer.Option(help="Comma-separated method names. " + _help("methods"))
     ] = None,
@@ -57,21 +81,14 @@ def bench(
     config: Annotated[
         Path | None, typer.Option(help="JSON or YAML file with these settings; flags win.")
     ] = None,
-    prompts_file: Annotated[str | None, typer.Option("--prompts", help=_help("prompts"))] = None,
-    field: Annotated[str | None, typer.Option(help=_help("field"))] = None,
-    template: Annotated[str | None, typer.Option(help=_help("template"))] = None,
-    raw: Annotated[bool | None, typer.Option(help=_help("raw"))] = None,
-    limit: Annotated[int | None, typer.Option(help=_help("limit"))] = None,
-    dataset: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME=FILE or NAME=FILE:LIMIT, or copy_rate; repeatable. " + _help("datasets")
-        ),
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help=_help("max_tokens"))] = None,
-    batch_size: Annotated[
-        str | None, typer.Option(help="Comma-separated. " + _help("batch_size"))
-    ] = None,
+    prompts_file: PromptsOption = None,
+    field: FieldOption = None,
+    template: TemplateOption = None,
+    raw: RawOption = None,
+    limit: LimitOption = None,
+    dataset: DatasetOption = None,
+    max_tokens: MaxTokensOption = None,
+    batch_size: BatchSizeOption = None,
     serve: Annotated[
         list[str] | None, typer.Option(help="NAME=URL; repeatable. " + _help("servers"))
     ] = None,
@@ -80,13 +97,11 @@ def bench(
     ] = None,
     repeats: Annotated[int | None, typer.Option(help=_help("repeats"))] = None,
     warm_up: Annotated[int | None, typer.Option(help=_help("warm_up"))] = None,
-    dtype: Annotated[str | None, typer.Option(help=_help("dtype"))] = None,
+    dtype: DtypeOption = None,
     temperature: Annotated[float | None, typer.Option(help=_help("temperature"))] = None,
     seed: Annotated[int | None, typer.Option(help=_help("seed"))] = None,
     max_model_len: Annotated[int | None, typer.Option(help=_help("max_model_len"))] = None,
-    engine_arg: Annotated[
-        list[str] | None, typer.Option(help="key=value. " + _help("engine_args"))
-    ] = None,
+    engine_arg: EngineArgOption = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything here, every token included.")
     ] = None,
@@ -179,9 +194,10 @@ def load_servers(
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False)
 
+    settings = served.with_seed(settings)
     passes = served.run_passes(settings, say)
     headings, rows = served.table(passes, greedy=settings.temperature == 0)
-    report_console().print(report.rich_table("", headings, rows))
+    WholeTable(headings, rows).print(report_console())
     if json_file is not None:
         whole = {
             "format": saved.SERVED,
@@ -191,7 +207,7 @@ def load_servers(
         }
         json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
     if markdown_file is not None:
-        markdown_file.write_text(report.markdown_table(headings, rows) + "\n", encoding="utf-8")
+        markdown_file.write_text(markdown_table(headings, rows) + "\n", encoding="utf-8")
     if any(one.result["failed"] for one in passes):
         raise typer.Exit(EXIT_FAILED)
 
@@ -220,21 +236,21 @@ def demo_model() -> str:
 
 
 def report_console() -> Console:
-    """Standard output; where it is no terminal, wide enough for the tables."""
+    """Standard output; where it is no terminal, lines are as long as they are."""
     console = Console()
-    return console if console.is_terminal else Console(width=REPORT_WIDTH, soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True)
 
 
 def show(
     result: BenchResult, facts: dict[str, Any], console: Console, *, by_category: bool
 ) -> None:
     """Print the report."""
-    console.print(report.rich_table("", *report.overview(result)))
+    WholeTable(*report.overview(result)).print(console)
     if result.drifts:
-        console.print(report.rich_table("", *report.drift_table(result)))
+        WholeTable(*report.drift_table(result)).print(console)
     if by_category:
         title = "tokens per step (speed-up) by category"
-        console.print(report.rich_table(title, *report.by_category(result)))
+        WholeTable(*report.by_category(result), title=title).print(console)
     lines = [*report.acceptance_lines(result.summaries()), report.caption(result, facts)]
     for line in [*lines, *report.verdict_lines(result)]:
         console.print(line, markup=False, highlight=False)

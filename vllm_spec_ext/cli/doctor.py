@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from vllm_spec_ext import __version__, compat
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.environment_checks import Check, run_checks
+from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.compat import Hook, HookStatus, Reads, unpacked
 from vllm_spec_ext.errors import IncompatibleVLLMError
 
@@ -113,15 +114,15 @@ def _uses(hook: Hook | Reads) -> str:
 def _show(checks: Sequence[Check], hooks: Sequence[HookStatus], fixed: str | None = None) -> None:
     console = Console(highlight=False)
     if hooks:
-        table = Table(title="Places in vLLM that this plugin relies on", title_justify="left")
-        for heading in ("where", "what we use", "what for", "state"):
-            table.add_column(heading, overflow="fold")
+        rows: list[list[str | Text]] = []
         for status in hooks:
             colour = _COLOURS["ok" if status.ok else "broken"]
-            state = "ok" if status.ok else (status.problem or "changed").replace("[", r"\[")
+            state = Text("ok" if status.ok else status.problem or "changed", colour)
             where = f"{status.hook.module.removeprefix('vllm.')}: {status.hook.name}"
-            table.add_row(where, _uses(status.hook), status.hook.why, f"[{colour}]{state}[/]")
-        console.print(table)
+            rows.append([where, _uses(status.hook), status.hook.why, state])
+        title = "Places in vLLM that this plugin relies on"
+        headings = ["where", "what we use", "what for", "state"]
+        WholeTable(headings, rows, title, left=4, wrap=True).print(console)
     if fixed:
         console.print(f"fixed: {fixed}", soft_wrap=True, markup=False)
     # One line a check: easy to read, to grep and to paste into a bug report.

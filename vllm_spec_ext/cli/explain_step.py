@@ -87,6 +87,7 @@ class _Witness:
 
     def __init__(self, proposer: Proposer, recording: Recording) -> None:
         self.proposer = proposer
+        self.info = proposer.info
         self.tokens = [*recording.prompt_token_ids, *recording.output_token_ids]
         self.steps: list[DraftStep] = []
 
@@ -179,7 +180,6 @@ def explain_step(
         Path | None, typer.Option("--replay", help="Recorded outputs instead of an engine.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the tree into this file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="The same, by matplotlib.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run one greedy request and show a step: the draft, what was accepted, what it cost.
@@ -201,7 +201,7 @@ def explain_step(
         steps = run_engine(target, method, grid[0], question, max_tokens, dtype)
     number = choose(steps, step)
     tokenizer: Any = load_tokenizer(target)
-    show(steps, number, method, tokenizer, svg=svg, png=png, as_json=as_json)
+    show(steps, number, method, tokenizer, svg=svg, as_json=as_json)
 
 
 def _question(prompt: str | None, file: str | None, index: int) -> Question:
@@ -268,7 +268,6 @@ def show(
     tokenizer: Any,
     *,
     svg: Path | None,
-    png: Path | None,
     as_json: bool,
 ) -> None:
     """Print one step and write its pictures."""
@@ -313,7 +312,3 @@ def show(
             ),
             encoding="utf-8",
         )
-    if png is not None:
-        from vllm_spec_ext.tree_image import write_png
-
-        write_png(png, texts, step.parents, step.accepted, title, root=root, bonus=bonus)

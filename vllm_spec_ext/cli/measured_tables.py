@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_spec_ext.bench.report import HEADINGS, markdown_table, number
+from vllm_spec_ext.bench.markdown_table import markdown_table
+from vllm_spec_ext.bench.report import HEADINGS, number
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 

@@ -10,8 +10,10 @@ import typer
 from vllm_spec_ext.bench import figures, page
 from vllm_spec_ext.bench import report as tables
 from vllm_spec_ext.bench.compare import comparison
+from vllm_spec_ext.bench.markdown_table import markdown_table
 from vllm_spec_ext.bench.saved import SavedBench, load, require_alike, to_summary
 from vllm_spec_ext.cli.bench import report_console
+from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
 
 _FIGURES = {
@@ -55,7 +57,7 @@ def report(
     if markdown is not None:
         parts = [tables.markdown(saved.result, saved.provenance) for saved in results]
         if compare:
-            parts.insert(0, "# Comparison\n\n" + tables.markdown_table(*comparison(results)) + "\n")
+            parts.insert(0, "# Comparison\n\n" + markdown_table(*comparison(results)) + "\n")
         _write(markdown, "\n".join(parts))
     if summary is not None:
         _write(summary, json.dumps(to_summary(results[0]), indent=1) + "\n")
@@ -63,9 +65,9 @@ def report(
         _write_figures(results, figure_dir)
     console = report_console()
     if compare:
-        console.print(tables.rich_table("", *comparison(results)))
+        WholeTable(*comparison(results)).print(console)
     for saved in results if not compare else ():
-        console.print(tables.rich_table(saved.name, *tables.overview(saved.result)))
+        WholeTable(*tables.overview(saved.result), title=saved.name).print(console)
 
 
 def _write_figures(results: list[SavedBench], folder: Path) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.cache_folder import cache_folder
+from vllm_spec_ext.cli.file_check import check_files
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
 from vllm_spec_ext.compat import require
 from vllm_spec_ext.config import parse_options
@@ -22,6 +23,7 @@ from vllm_spec_ext.scorers.rules import check_rule, parse_rule
 # Of every method, see engine/spec_config.py.
 RULE_OPTIONS = ("scorer", "allow_lossy")
 SHARING_OPTIONS = ("share_unsalted",)
+NO_OPTIONS = ("method", "num_speculative_tokens", *RULE_OPTIONS, *SHARING_OPTIONS)  # not its own
 MAX_DRAFT_TOKENS = 128  # vLLM 0.32 v1/sample/rejection_sampler.py MAX_SPEC_LEN
 
 # Options of `vllm serve` that would contradict ours.
@@ -43,7 +45,10 @@ def serve(
         int | None,
         typer.Option(help="Most draft tokens a step; default: the method's own."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check options and files, print the command, and stop."),
+    ] = False,
     vllm_arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- ARGS", help="Arguments for `vllm serve` itself, behind --."),
@@ -52,6 +57,12 @@ def serve(
     """Start an OpenAI-compatible server that drafts with one of our methods."""
     config = speculative_config(method, parse_settings(settings or []), num_speculative_tokens)
     arguments = serve_arguments(model, config, vllm_arguments or [])
+    if dry_run:
+        options = {key: value for key, value in config.items() if key not in NO_OPTIONS}
+        tokens = config["num_speculative_tokens"]
+        line = check_files(model, method, options, tokens, vllm_arguments or [])
+        if line:
+            print(f"vllm-spec: {line}", file=sys.stderr)
     print(shlex.join(["vllm", *arguments]), flush=True)
     if dry_run:
         return

@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from vllm_spec_ext.bench import figures
+from vllm_spec_ext.bench.planner import StepTimes
 from vllm_spec_ext.cli.corpus import load_tokenizer
+from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.config import MethodOptions, parse_options
 from vllm_spec_ext.errors import SpecExtError, UnsupportedError
 from vllm_spec_ext.proposers import registry
@@ -184,16 +186,7 @@ def draw(results: Mapping[str, ReplayResult], path: Path) -> None:
     Raises:
         SpecExtError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise SpecExtError(
-            "--plot needs matplotlib; install it with `pip install 'vllm-spec-ext[report]'`"
-        ) from error
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    figure, (left, right) = figures.subplots(2, height=4.0)
     for label, result in results.items():
         left.plot(result.nodes_per_step, result.tokens_per_step, "o", label=label)
         depths = range(1, len(result.acceptance_by_depth) + 1)
@@ -201,31 +194,53 @@ def draw(results: Mapping[str, ReplayResult], path: Path) -> None:
     left.set(xlabel="draft nodes per step", ylabel="tokens per step")
     right.set(xlabel="depth", ylabel="accepted share of drafts this deep", ylim=(0, 1))
     right.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    figures.write(figure, path)
 
 
-def _table(results: Mapping[str, ReplayResult], title: str) -> Table:
-    table = Table(title=title)
-    table.add_column("setting")
-    for name in ("tokens/step", "nodes/step", "no draft", "accepted at depth 1 2 4 8"):
-        table.add_column(name, justify="right")
-    table.add_column("µs p50", justify="right")
-    table.add_column("µs p99", justify="right")
+def speed_up(result: ReplayResult, batch_size: int, times: StepTimes) -> float:
+    """Decoding speed to expect over plain decoding's, prefill left out.
+
+    approximation: every step is taken to verify the mean number of nodes; where steps differ and
+    the cost rises faster than they do, the truth is lower.
+    """
+    drafter_s = sum(result.propose_us) / max(1, len(result.propose_us)) * batch_size / 1e6
+    seconds = times.predict(batch_size, result.nodes_per_step) + drafter_s
+    return result.tokens_per_step * times.predict(batch_size, 0) / seconds
+
+
+def _step_times(path: Path, batch_size: int) -> StepTimes:
+    times = StepTimes.read(path)
+    if batch_size not in times.table:
+        known = ", ".join(map(str, sorted(times.table)))
+        raise SpecExtError(
+            f"{path} holds step times of batch sizes {known}, not of {batch_size}; give "
+            "--batch-size one of them, or measure it: vllm-spec plan --batch-size"
+        )
+    return times
+
+
+def _table(
+    results: Mapping[str, ReplayResult], title: str, speed_ups: Mapping[str, float]
+) -> WholeTable:
+    headings = ["setting", "tokens/step", "nodes/step", "no draft", "accepted at depth 1 2 4 8"]
+    rows: list[list[str]] = []
     for label, result in results.items():
         shares = result.acceptance_by_depth
         shown = " ".join(f"{shares[d - 1]:.2f}" for d in (1, 2, 4, 8) if d <= len(shares))
-        table.add_row(
-            label,
-            f"{result.tokens_per_step:.3f}",
-            f"{result.nodes_per_step:.1f}",
-            f"{result.num_empty / max(1, result.num_steps):.0%}",
-            shown,
-            f"{result.percentile_us(50):.0f}",
-            f"{result.percentile_us(99):.0f}",
+        rows.append(
+            [
+                label,
+                f"{result.tokens_per_step:.3f}",
+                f"{result.nodes_per_step:.1f}",
+                f"{result.num_empty / max(1, result.num_steps):.0%}",
+                shown,
+                f"{result.percentile_us(50):.0f}",
+                f"{result.percentile_us(99):.0f}",
+                *([f"{speed_ups[label]:.2f}x"] if speed_ups else []),
+            ]
         )
-    return table
+    more = ["decoding"] if speed_ups else []
+    return WholeTable([*headings, "µs p50", "µs p99", *more], rows, title)
 
 
 def simulate(
@@ -243,10 +258,15 @@ def simulate(
     batch_size: Annotated[int, typer.Option(min=1, help="Requests replayed at a time.")] = 1,
     limit: Annotated[int, typer.Option(min=0, help="First recordings only; 0 = all.")] = 0,
     by_category: Annotated[bool, typer.Option(help="A row for each category.")] = False,
+    steps: Annotated[
+        Path | None,
+        typer.Option(help="What `plan --json` wrote: adds the speed-up of decoding to expect."),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the results into this file.")] = None,
 ) -> None:
     """Find good settings in seconds: replay recorded outputs through a proposer, no engine."""
+    times = None if steps is None else _step_times(steps, batch_size)
     points = make_points(method, parse_grid(settings or []))
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     items = read_recordings(recordings, loaded, limit)
@@ -257,9 +277,13 @@ def simulate(
             groups.setdefault(item.category or "none", []).append(item)
     results: dict[str, ReplayResult] = {}
     rows: list[dict[str, Any]] = []
+    speed_ups: dict[str, float] = {}
     for point, (group, members) in itertools.product(points, groups.items()):
         result = run_point(method, point, members, loaded, tokenizer or "", batch_size)
-        results[f"{point.label} [{group}]" if group else point.label] = result
+        label = f"{point.label} [{group}]" if group else point.label
+        results[label] = result
+        if times is not None:
+            speed_ups[label] = speed_up(result, batch_size, times)
         rows.append(
             {
                 "method": method,
@@ -268,11 +292,12 @@ def simulate(
                 "setting": point.label,
                 "category": group or None,
                 **result.summary(),
+                "speed_up": speed_ups.get(label),
             }
         )
     tokens = sum(len(item.output_token_ids) for item in items)
     title = f"{method}: {len(items)} recordings, {tokens:,} output tokens, batch {batch_size}"
-    Console().print(_table(results, title))
+    _table(results, title, speed_ups).print(Console())
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if plot is not None:

@@ -16,15 +16,20 @@ Progress = Callable[[str, int, int], None]
 def stage_bars(titles: Mapping[str, str]) -> Iterator[Progress]:
     """Show a bar on standard error for each stage that is reported; earlier ones are complete.
 
+    Where that is no terminal, a line for each stage, when it begins.
+
     Args:
         titles: Stage -> text before its bar.
     """
     columns = (TextColumn("{task.description:34}"), BarColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True)) as bars:
+    console = Console(stderr=True)
+    with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
         started: dict[str, TaskID] = {}
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in started:
+                if not console.is_terminal:
+                    console.print(titles[stage], markup=False, highlight=False)
                 _finish(started.values())
                 started[stage] = bars.add_task(titles[stage], total=total or None)
             bars.update(started[stage], total=total or None, completed=done)

@@ -13,9 +13,9 @@ from urllib.request import urlopen
 
 import typer
 from rich.live import Live
-from rich.table import Table
 
 from vllm_spec_ext.cli.bench import report_console
+from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
 
 _TIMEOUT_S = 5.0
@@ -95,7 +95,7 @@ def restarted(now: Snapshot, before: Snapshot) -> bool:
     )
 
 
-def table(now: Snapshot, before: Snapshot | None) -> Table:
+def table(now: Snapshot, before: Snapshot | None) -> WholeTable:
     """The view."""
     seconds = now.when - before.when if before else 0.0
     span = f"last {seconds:.0f} s" if before else "since the server started"
@@ -110,9 +110,8 @@ def table(now: Snapshot, before: Snapshot | None) -> Table:
     if before and seconds > 0 and generated in now.server:
         rate = (now.server[generated] - before.server.get(generated, 0.0)) / seconds
         parts.append(f"{rate:.1f} tok/s")
-    view = Table(title=", ".join(parts), title_justify="left")
-    view.add_column("method (rule)")
-    for heading in (
+    headings = [
+        "method (rule)",
         "lossless",
         "tokens/step",
         "nodes/step",
@@ -122,11 +121,8 @@ def table(now: Snapshot, before: Snapshot | None) -> Table:
         "refused",
         "held back",
         "drafter us p50 / p99",
-    ):
-        view.add_column(heading, justify="right")
-    for row in engine_rows(now, before):
-        view.add_row(*row)
-    return view
+    ]
+    return WholeTable(headings, list(engine_rows(now, before)), ", ".join(parts))
 
 
 def fetch(url: str) -> Snapshot:
@@ -174,16 +170,21 @@ def top(
     console = report_console()
     before, now = None, fetch(url)
     if once:
-        console.print(table(now, None))
+        table(now, None).print(console)
         return
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Live(table(now, None), console=console, auto_refresh=False) as live,
+        Live(console=console, auto_refresh=False) as live,
     ):
         while True:
+            view = table(now, before)
+            if console.is_terminal:
+                live.update(view.on(console), refresh=True)
+            else:  # a log gets one table after another
+                view.print(console)
             time.sleep(interval)
             before, now = now, fetch(url)
-            live.update(table(now, None if restarted(now, before) else before), refresh=True)
+            before = None if restarted(now, before) else before
 
 
 def _acceptance_length(since: Mapping[str, float]) -> str:
