@@ -20,6 +20,7 @@ CLASSES: tuple[Reads, ...] = (
             "logits_processors": "list[object] | None",
             "dtype": "str",
             "enforce_eager": "bool",
+            "gpu_memory_utilization": "float",
             "max_model_len": "int | None",
         },
     ),
