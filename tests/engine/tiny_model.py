@@ -21,13 +21,16 @@ TEXT = [
 ] * 4
 
 
-def build_tiny_model(folder: Path, *, seed: int = 0, scale: float = 1.0) -> Path:
+def build_tiny_model(
+    folder: Path, *, seed: int = 0, scale: float = 1.0, thinks: bool = False
+) -> Path:
     """Write the model and its tokenizer to a folder.
 
     Args:
         folder: Where to; made if missing.
         seed: Of the random weights.
         scale: Factor on the output projection; below 1 the distribution is flatter.
+        thinks: Its tokenizer has ``<think>`` and ``</think>``.
 
     Returns:
         The folder.
@@ -41,6 +44,8 @@ def build_tiny_model(folder: Path, *, seed: int = 0, scale: float = 1.0) -> Path
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|start|>", "<|end|>"]
+    if thinks:
+        special += ["<think>", "</think>"]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=special,
