@@ -17,6 +17,7 @@ NUM_DRAFTED = 8
 GRAMMARS: dict[str, dict[str, Any]] = {
     "json": {"json": SCHEMA},
     "regex": {"regex": "(ab|cd){2,4}[0-9]x"},
+    "enum": {"json": {"enum": ["left", "right"]}},
     "open_regex": {"regex": "[a-z]{2,9}"},  # may end at several places
     "choice": {"choice": ["yes", "no", "not at all"]},
 }
@@ -107,37 +108,45 @@ def same(engines: dict[str, Any]) -> Callable[..., list[list[int]]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_a_grammar_that_ends_inside_a_draft(
-    grammar: str, tail: str, mode: str, marks: tuple[int, int], same: Any
+    grammar: str, mode: str, marks: tuple[int, int], same: Any
 ) -> None:
-    """Beside requests without a grammar, whose drafts go on. The prompt has no open thought."""
-    common = {"max_tokens": 40, **MODES[mode]}
-    structured = {**common, "structured_outputs": GRAMMARS[grammar]}
-    prompts = [f"<think></think>{prompt}" for prompt in PROMPTS[:3]]
-    for shape in (chain, fork):
-        expected = same(
-            prompts,
-            [structured, common, structured],
-            lambda i, truth, shape=shape: drafts_along(truth, TAILS[tail], shape),
-            least=3 if shape is chain else 0,
-        )
-        assert expected[0][-1] == EOS
-        assert marks[1] not in expected[0]
+    """Drafts that end with it, before it and behind it. The prompts have no open thought."""
+    kinds = [(tail, shape) for tail in TAILS.values() for shape in (chain, fork)]
+    given = {"max_tokens": 40, **MODES[mode], "structured_outputs": GRAMMARS[grammar]}
+    prompts = [f"<think></think>{PROMPTS[i % 3]}" for i in range(len(kinds))]
+    expected = same(
+        prompts,
+        [given] * len(kinds),
+        lambda i, truth: drafts_along(truth, *kinds[i]),
+        least=8,
+    )
+    if grammar != "json":  # a random model fills its strings
+        assert all(said[-1] == EOS for said in expected)
+    assert all(marks[1] not in said for said in expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_grammar_with_a_minimum_length_and_a_stop(mode: str, same: Any) -> None:
-    given = {"max_tokens": 40, **MODES[mode], "structured_outputs": GRAMMARS["open_regex"]}
-    prompts = [f"<think></think>{prompt}" for prompt in PROMPTS[:2]]
-    for more in ({"min_tokens": 3}, {"ignore_eos": True}, {"stop": ["a", "e", "n"]}):
-        for tail in TAILS.values():
-            same(
-                prompts,
-                [{**given, **more}, {**given}],
-                lambda _, truth, tail=tail: drafts_along(truth, tail),
-            )
+def test_a_grammar_beside_free_requests_with_trees(mode: str, same: Any) -> None:
+    """And with a minimum length, a stop string, or an end-of-sequence token that ends nothing."""
+    common = {"max_tokens": 40, **MODES[mode]}
+    structured = {**common, "structured_outputs": GRAMMARS["open_regex"]}
+    more: list[dict[str, Any]] = [
+        {"min_tokens": 3},
+        {"ignore_eos": True},
+        {"stop": ["a", "e", "n"]},
+    ]
+    given = [common, *({**structured, **one} for one in more), common, structured]
+    tails = list(TAILS.values())
+    same(
+        [f"<think></think>{prompt}" for prompt in PROMPTS[: len(given)]],
+        given,
+        lambda i, truth: drafts_along(
+            truth, tails[i % 4], chain if "structured_outputs" in given[i] else fork
+        ),
+        least=20,
+    )
 
 
 def thoughts(engines: dict[str, Any], marks: tuple[int, int], given: dict[str, Any]) -> list[str]:
@@ -173,29 +182,30 @@ def test_a_thought_that_ends_inside_a_draft(
         given["structured_outputs"] = {"choice": ["yes", "no"]}
     prompts = thoughts(engines, marks, given)
 
-    def right(tail: Sequence[int]) -> Callable[[int, list[int]], Drafts]:
-        return lambda _, truth: drafts_along(truth, tail)
-
-    def too_early(_: int, truth: list[int]) -> Drafts:
+    def too_early(truth: list[int]) -> Drafts:
         """Drafts that close the thought at once and go on as the grammar asks."""
         answer = truth[truth.index(end) + 1 :]
         return {n: chain([end, *answer]) for n in range(1, len(truth) + 1)}
 
-    def too_late(_: int, truth: list[int]) -> Drafts:
+    def too_late(truth: list[int]) -> Drafts:
         """Drafts that think on where the target closes its thought."""
-        thinking = [letters[0] if token == end else token for token in truth]
-        return drafts_along(thinking, [])
+        return drafts_along([letters[0] if token == end else token for token in truth], [])
 
-    def ungrammatical(_: int, truth: list[int]) -> Drafts:
+    def ungrammatical(truth: list[int]) -> Drafts:
         """Drafts that close the thought in time and then break the grammar."""
         at = truth.index(end)
         return drafts_along([*truth[: at + 1], JUNK, *truth[at + 1 :]], [])
 
-    for tail in TAILS.values():
-        expected = same(prompts, [given] * len(prompts), right(tail))
+    def right(tail: Sequence[int]) -> Callable[[list[int]], Drafts]:
+        return lambda truth: drafts_along(truth, tail)
+
+    kinds = [too_early, too_late, ungrammatical, *(right(tail) for tail in TAILS.values())]
+    for first in range(2):
+        rotated = [prompts[(first + i) % len(prompts)] for i in range(len(kinds))]
+        expected = same(
+            rotated, [given] * len(kinds), lambda i, truth: kinds[i](truth), least=len(kinds)
+        )
         assert all(said[-1] == EOS for said in expected)
-    for drafts in (too_early, too_late, ungrammatical):
-        same(prompts, [given] * len(prompts), drafts)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -220,3 +230,26 @@ def test_a_thinking_budget_that_ends_inside_a_draft(
         return drafts_along([JUNK if token == marks[1] else token for token in truth], [])
 
     same(prompts, given, without_end, least=0)
+
+
+def test_no_rule_lets_a_draft_outlive_a_thinking_budget(
+    thinker: Path, marks: tuple[int, int], make_engine: Any
+) -> None:
+    """A minimum block lets every token stand, but where the end is forced nothing else may."""
+    engine = make_engine(
+        model=str(thinker),
+        reasoning_parser="deepseek_r1",
+        speculative_config={
+            "method": "fixed",
+            "num_speculative_tokens": NUM_DRAFTED,
+            "scorer": {"type": "min_block", "length": NUM_DRAFTED + 1},
+            "allow_lossy": True,
+        },
+    )
+    budget = 5
+    given = {"max_tokens": 24, "ignore_eos": True, "thinking_token_budget": budget}
+    params = sampling_params(given, {"tokens": [JUNK] * NUM_DRAFTED})
+    (said,) = outputs_of(engine, [PROMPTS[0] + "<think>"], [params])
+    assert said[1:budget] == [JUNK] * (budget - 1)
+    assert said[budget] == marks[1]
+    assert JUNK in said[budget + 1 :]

@@ -13,6 +13,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
+PICTURE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+
 TEXT = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
     "Speculative decoding drafts several tokens and verifies them in one forward pass.",
@@ -22,7 +24,12 @@ TEXT = [
 
 
 def build_tiny_model(
-    folder: Path, *, seed: int = 0, scale: float = 1.0, thinks: bool = False
+    folder: Path,
+    *,
+    seed: int = 0,
+    scale: float = 1.0,
+    thinks: bool = False,
+    pictures: bool = False,
 ) -> Path:
     """Write the model and its tokenizer to a folder.
 
@@ -31,6 +38,7 @@ def build_tiny_model(
         seed: Of the random weights.
         scale: Factor on the output projection; below 1 the distribution is flatter.
         thinks: Its tokenizer has ``<think>`` and ``</think>``.
+        pictures: Its tokenizer has the tokens that stand for a picture.
 
     Returns:
         The folder.
@@ -46,6 +54,8 @@ def build_tiny_model(
     special = ["<|endoftext|>", "<|start|>", "<|end|>"]
     if thinks:
         special += ["<think>", "</think>"]
+    if pictures:
+        special += PICTURE_TOKENS
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=special,
