@@ -181,6 +181,8 @@ def replay(
     if not 1 <= batch_size <= engine.max_num_seqs:
         raise SpecExtError(f"batch_size={batch_size}; expected 1 to {engine.max_num_seqs}")
     result = ReplayResult()
+    # A request without options of its own, as the method's own class.
+    options = proposer.info.request_options()
     waiting = _requests(recordings)
     running: list[_Running] = []
     outcomes: list[StepOutcome] = []
@@ -188,7 +190,7 @@ def replay(
         running += islice(waiting, batch_size - len(running))
         if not running:
             return result
-        step = StepContext([_step_of(request, engine) for request in running])
+        step = StepContext([_step_of(request, engine, options) for request in running])
         start = clock()
         if outcomes:
             proposer.observe(outcomes)
@@ -210,14 +212,14 @@ def replay(
         running = left
 
 
-def _step_of(request: _Running, engine: EngineHandle) -> RequestStep:
+def _step_of(request: _Running, engine: EngineHandle, options: RequestOptions) -> RequestStep:
     return RequestStep(
         request_id=request.request_id,
         token_ids=request.tokens[: request.length],
         num_prompt_tokens=request.num_prompt,
         new_tokens=request.tokens[request.length - request.new : request.length].tolist(),
         room=min(engine.num_speculative_tokens, engine.max_model_len - request.length - 1),
-        options=RequestOptions(),
+        options=options,
     )
 
 

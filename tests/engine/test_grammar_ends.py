@@ -249,7 +249,8 @@ def test_no_rule_lets_a_draft_outlive_a_thinking_budget(
     budget = 5
     given = {"max_tokens": 24, "ignore_eos": True, "thinking_token_budget": budget}
     params = sampling_params(given, {"tokens": [JUNK] * NUM_DRAFTED})
-    (said,) = outputs_of(engine, [PROMPTS[0] + "<think>"], [params])
+    (said,) = outputs_of(engine, [PROMPTS[2] + "<think>"], [params])
+    assert said[0] != marks[1]  # or there would be no thought
     assert said[1:budget] == [JUNK] * (budget - 1)
     assert said[budget] == marks[1]
     assert JUNK in said[budget + 1 :]
