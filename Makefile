@@ -5,7 +5,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := .venv/bin
 TYPED := $(wildcard vllm_spec_ext tests examples scripts)
 
-.PHONY: help setup check fix test demo docs bench-smoke
+.PHONY: help setup check format lint types fix test ci demo docs bench-smoke
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -13,11 +13,17 @@ help:  ## List the targets
 setup:  ## Build .venv: vLLM for this machine, and this project in editable mode
 	@$(PYTHON) scripts/setup_env.py
 
-check: setup  ## Format, lint, types, unit tests (under two minutes)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy $(TYPED)
+check: format lint types  ## Format, lint, types, unit tests (under two minutes)
 	$(BIN)/python -m pytest tests/unit -q
+
+format: setup  ## Is everything formatted? `make fix` formats
+	$(BIN)/ruff format --check .
+
+lint: setup  ## What the linter says
+	$(BIN)/ruff check .
+
+types: setup  ## What the type checker says
+	$(BIN)/mypy $(TYPED)
 
 fix: setup  ## Format, and repair what the linter can
 	$(BIN)/ruff format .
@@ -25,6 +31,9 @@ fix: setup  ## Format, and repair what the linter can
 
 test: setup  ## All tests: unit, engine, e2e (minutes)
 	$(BIN)/python -m pytest
+
+ci:  ## All that continuous integration runs: format, lint, types, docs, all tests
+	@.ci/run
 
 demo:  ## The same text with and without speculation, on a small model (five minutes at first)
 	@echo "demo: about five minutes the first time (environment, model, engines), two after that"

@@ -33,6 +33,7 @@ from vllm_spec_ext.proposers.base import (
 )
 from vllm_spec_ext.proposers.copied_tokens import copied_tokens
 from vllm_spec_ext.proposers.occurrence_index import OccurrenceIndex, warm_up
+from vllm_spec_ext.proposers.without_adapters import without_adapters
 from vllm_spec_ext.proposers.worth import Worth
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Blockwise(BaseProposer):
             # A tree's budget counts nodes, so there it does not bound the depth.
             num_draft_tokens=None if self._options.tree else engine.num_speculative_tokens,
         )
-        self._embed: Any = getattr(engine.target, "embed_input_ids", None)
+        self._embed: Any = without_adapters(engine.target, "embed_input_ids")
         if self._embed is None and (config.condition_on_next or config.copy_match):
             raise SpecExtError(
                 f"the heads in {self._options.model} use embeddings of tokens, but {engine.model} "

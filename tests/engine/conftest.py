@@ -68,7 +68,7 @@ def _one_process_many_engines() -> Iterator[None]:
 def _test_drafters() -> Iterator[None]:
     """Register the drafters of this folder, for this folder's tests alone."""
     patch = pytest.MonkeyPatch()
-    for name in ("oracle", "noise", "fixed", "drawn", "broken"):
+    for name in ("oracle", "noise", "fixed", "drawn", "script", "broken"):
         patch.setitem(registry.BUILTIN, name, f"drafters:{name.title()}")
     yield
     patch.undo()

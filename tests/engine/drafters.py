@@ -289,3 +289,34 @@ class Broken(Recorder):
             "probs": Draft(tokens, probs=nan),
             "type": None,
         }[fault]
+
+
+class ScriptRequest(RequestOptions):
+    """One draft for each number of output tokens."""
+
+    drafts: dict[int, tuple[list[int], list[int]]] = Field(default_factory=dict)
+    """Output tokens so far -> tokens and parents."""
+
+
+@proposer(
+    "script",
+    summary="Test drafter that follows a script.",
+    request_options=ScriptRequest,
+    num_speculative_tokens=8,
+    tree=True,
+)
+class Script(Recorder):
+    """Drafts what the request's script says for this place; nothing where it says nothing."""
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        return [self._draft(request) for request in step.requests]
+
+    @staticmethod
+    def _draft(request: RequestStep) -> Draft:
+        options = request.options
+        assert isinstance(options, ScriptRequest)
+        tokens, parents = options.drafts.get(request.num_output_tokens, ([], []))
+        if not tokens:
+            return EMPTY_DRAFT
+        room = request.room
+        return Draft(np.array(tokens[:room], np.int32), np.array(parents[:room], np.int32))

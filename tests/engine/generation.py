@@ -6,6 +6,9 @@ from typing import Any
 
 from scenarios import Scenario
 
+# Options of a method under which no clock decides how much is drafted.
+ALWAYS_DRAFT = {"adaptive_length": False}
+
 
 def sampling_params(given: dict[str, Any], extra: dict[str, Any] | None = None) -> Any:
     """vLLM's SamplingParams, greedy unless said otherwise."""

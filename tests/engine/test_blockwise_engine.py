@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from generation import run, sampling_params, tokens
+from generation import ALWAYS_DRAFT, run, sampling_params, tokens
 from homogeneity import same_law_p_value
 from sampling_laws import MAX_TOKENS, NUM_SAMPLES, NUM_TOKENS, SAME, Chances, first_tokens
 from scenarios import PROMPTS, SCENARIOS, Scenario
@@ -138,9 +138,7 @@ def test_sampled_output_has_the_targets_law(
     for options in ({}, {"draw": True}, {"tree": True, "candidates": 2}):
         size = 6 if "tree" in options else 3
         config = {"method": "blockwise", "model": str(folder), "num_speculative_tokens": size}
-        engine = make_engine(
-            **common, speculative_config={**config, "adaptive_length": False, **options}
-        )
+        engine = make_engine(**common, speculative_config={**config, **ALWAYS_DRAFT, **options})
         drafter = runner_of(engine).drafter
         accepted: list[int] = []
         observe = drafter._proposer.observe

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Greedy float32 output is token-identical to plain decoding, whatever is drafted."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from generation import run, sampling_params, tokens
+from generation import ALWAYS_DRAFT, run, sampling_params, tokens
 from scenarios import PROMPTS, SCENARIOS, Scenario
 
 from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import StepOutcome
+
+# The overlay is shared, so what one scenario answered is drafted when the prompt comes again.
+NGRAMS = {"method": "adaptive_ngram", "overlay": "both", "min_confidence": 0.0, **ALWAYS_DRAFT}
 
 METHODS: dict[str, dict[str, Any]] = {
     "oracle": {"method": "oracle", "num_speculative_tokens": 8},
     "oracle_tree": {"method": "oracle", "num_speculative_tokens": 12, "branches": 4},
     "noise": {"method": "noise", "num_speculative_tokens": 5},
-    "input_copy": {
-        "method": "input_copy",
-        "num_speculative_tokens": 16,
-        "adaptive_length": False,
-    },
+    "input_copy": {"method": "input_copy", "num_speculative_tokens": 16, **ALWAYS_DRAFT},
+    "adaptive_ngram_tree": {**NGRAMS, "num_speculative_tokens": 16},
+    "adaptive_ngram_chain": {**NGRAMS, "num_speculative_tokens": 6, "tree": False},
 }
 
 
@@ -155,6 +158,32 @@ def test_drafts_really_are_accepted_and_rejected(name: str, plain: Any, make_eng
     # The request of a step is freed at the start of the next one.
     assert len(runner._states) <= 1
     assert len(runner._trees) <= 1
+
+
+@pytest.mark.parametrize("kind", ["tree", "chain"])
+def test_ngram_drafts_really_are_accepted_and_rejected(
+    kind: str, plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time the answers are known, the first time they are guessed."""
+    scenario = Scenario([{"max_tokens": 40, "ignore_eos": True}], PROMPTS)
+    expected = tokens(run(plain, scenario))
+    engine = make_engine(speculative_config=METHODS[f"adaptive_ngram_{kind}"])
+    outcomes: list[StepOutcome] = []
+    proposer = runner_of(engine).drafter._proposer
+    observe = proposer.observe
+
+    def watched(found: Sequence[StepOutcome]) -> None:
+        outcomes.extend(found)
+        observe(found)
+
+    monkeypatch.setattr(proposer, "observe", watched)
+    for _ in range(2):
+        assert tokens(run(engine, scenario)) == expected
+    drafted = sum(outcome.num_drafted for outcome in outcomes)
+    accepted = sum(outcome.num_accepted for outcome in outcomes)
+    assert drafted > accepted > 0.1 * drafted > 20
+    branches = [o for o in outcomes if o.accepted != tuple(range(o.num_accepted))]
+    assert len(branches) > 10 if kind == "tree" else not branches
 
 
 def runner_of(engine: Any) -> Any:

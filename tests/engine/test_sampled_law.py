@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generation import sampling_params
+from generation import ALWAYS_DRAFT, sampling_params
 from homogeneity import same_law_p_value
 from sampling_laws import (
     DIFFERENT,
@@ -37,11 +37,16 @@ from vllm_spec_ext.scorers.tree import Walk
 def engines(make_engine: Any) -> dict[str, Any]:
     common = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
     fixed = {"method": "fixed", "num_speculative_tokens": 16}
-    copy = {"method": "input_copy", "num_speculative_tokens": 8, "adaptive_length": False}
+    copy = {"method": "input_copy", "num_speculative_tokens": 8, **ALWAYS_DRAFT}
+    ngrams = {"method": "adaptive_ngram", "overlay": "both", "min_confidence": 0.0, **ALWAYS_DRAFT}
+    tree = {**ngrams, "num_speculative_tokens": 5}
+    chain = {**ngrams, "num_speculative_tokens": 3, "tree": False}
     return {
         "plain": make_engine(**common),
         "fixed": make_engine(**common, speculative_config=fixed),
         "input_copy": make_engine(**common, speculative_config=copy),
+        "adaptive_ngram_tree": make_engine(**common, speculative_config=tree),
+        "adaptive_ngram_chain": make_engine(**common, speculative_config=chain),
     }
 
 
@@ -132,6 +137,40 @@ def test_input_copy_does_not_change_the_law(
     allowed = chances.params(law).get("allowed_token_ids") or chances.tokens[:3]
     source = [allowed[i % len(allowed)] for i in (0, 1, 2, 0, 0, 1, 1, 2, 2, 0, 2, 1)]
     found = sample("input_copy", law, {"source_token_ids": source})
+    assert same_law_p_value(plain_samples(law), found) > SAME
+
+
+@pytest.mark.parametrize(
+    ("kind", "law"),
+    [
+        ("tree", "temperature_1"),
+        ("tree", "top_p"),
+        ("chain", "temperature_0.7"),
+        ("chain", "top_k"),
+    ],
+)
+def test_adaptive_ngram_does_not_change_the_law(
+    kind: str,
+    law: str,
+    engines: dict[str, Any],
+    sample: Sample,
+    plain_samples: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It drafts what other samples of the same prompt said, which sampling makes likely."""
+    name = f"adaptive_ngram_{kind}"
+    proposer = runner_of(engines[name]).drafter._proposer
+    observe, counts = proposer.observe, [0, 0]
+
+    def watched(outcomes: Any) -> None:
+        for outcome in outcomes:
+            counts[0] += outcome.num_accepted
+            counts[1] += outcome.num_drafted
+        observe(outcomes)
+
+    monkeypatch.setattr(proposer, "observe", watched)
+    found = sample(name, law)
+    assert counts[1] > counts[0] > 0.2 * NUM_SAMPLES
     assert same_law_p_value(plain_samples(law), found) > SAME
 
 

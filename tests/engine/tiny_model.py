@@ -13,6 +13,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
+PICTURE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+
 TEXT = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.",
     "Speculative decoding drafts several tokens and verifies them in one forward pass.",
@@ -21,13 +23,22 @@ TEXT = [
 ] * 4
 
 
-def build_tiny_model(folder: Path, *, seed: int = 0, scale: float = 1.0) -> Path:
+def build_tiny_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    scale: float = 1.0,
+    thinks: bool = False,
+    pictures: bool = False,
+) -> Path:
     """Write the model and its tokenizer to a folder.
 
     Args:
         folder: Where to; made if missing.
         seed: Of the random weights.
         scale: Factor on the output projection; below 1 the distribution is flatter.
+        thinks: Its tokenizer has ``<think>`` and ``</think>``.
+        pictures: Its tokenizer has the tokens that stand for a picture.
 
     Returns:
         The folder.
@@ -41,6 +52,10 @@ def build_tiny_model(folder: Path, *, seed: int = 0, scale: float = 1.0) -> Path
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|start|>", "<|end|>"]
+    if thinks:
+        special += ["<think>", "</think>"]
+    if pictures:
+        special += PICTURE_TOKENS
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=special,

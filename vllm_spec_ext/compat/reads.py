@@ -190,6 +190,7 @@ CLASSES: tuple[Reads, ...] = (
             "temperature": "float",
             "seed": "int | None",
             "structured_outputs": "object | None",
+            "thinking_token_budget": "int | None",
             "all_stop_token_ids": "set[int]",
             "eos_token_id": "int | None",
             "ignore_eos": "bool",
@@ -273,7 +274,11 @@ CLASSES: tuple[Reads, ...] = (
         "vllm.v1.worker.gpu_input_batch",
         "CachedRequestState",
         "a request's sampling parameters",
-        {"sampling_params": "SamplingParams"},
+        {
+            "req_id": "str",
+            "prompt_token_ids": "list[int] | None",
+            "sampling_params": "SamplingParams",
+        },
     ),
     Reads(
         "vllm.v1.worker.block_table",
@@ -408,8 +413,13 @@ CLASSES: tuple[Reads, ...] = (
     Reads(
         "vllm.v1.sample.thinking_budget_state",
         "ThinkingBudgetStateHolder",
-        "thinking budgets follow one chain of draft tokens",
-        {"has_tracked_requests": "Callable[[], bool]"},
+        "its counting of thinking tokens runs along each path of a draft",
+        {
+            "has_tracked_requests": "Callable[[], bool]",
+            "think_end_token_ids": "list[int]",
+            "_init_state_entry": "Callable[..., dict[str, object]]",
+            "_update_think_state": "Callable[[dict[str, object]], None]",
+        },
     ),
     Reads(
         "vllm.v1.sample.logits_processor.state",

@@ -90,8 +90,10 @@ def _masked_logits(
     logits: torch.Tensor, expanded: "SamplingMetadata", sampler: "Sampler"
 ) -> torch.Tensor:
     """Float32 logits after everything that changes what the target would choose."""
+    budgets = expanded.thinking_budget_state_holder
     changes = (
-        not expanded.no_penalties
+        (budgets is not None and budgets.has_tracked_requests())
+        or not expanded.no_penalties
         or expanded.bad_words_token_ids
         or expanded.allowed_token_ids_mask is not None
         or expanded.logitsprocs.non_argmax_invariant

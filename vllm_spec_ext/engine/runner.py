@@ -28,6 +28,7 @@ from vllm_spec_ext.engine.request_state import RequestState, read_request
 from vllm_spec_ext.engine.scheduled_draft import ScheduledDraft
 from vllm_spec_ext.engine.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.step_log import StepLog
+from vllm_spec_ext.engine.thinking_budgets import ThinkingBudgets
 from vllm_spec_ext.engine.tree_attention import TreeAttention, unsupported_reason, with_scratch
 from vllm_spec_ext.engine.tree_plan import (
     RequestRows,
@@ -94,6 +95,7 @@ class SpecRunnerMixin:
         self._states = {}
         self._trees = {}
         self._drawn = DrawnDrafts()
+        self._budgets = ThinkingBudgets()
         self._tree_attention = None
         self._drafts_of_step = []
         self._last_walk = None
@@ -149,6 +151,7 @@ class SpecRunnerMixin:
         if gone:
             self.drafter.finish(sorted(gone))
             self._drawn.forget(gone)
+            self._budgets.forget(gone)
             if self.step_log is not None:
                 self.step_log.forget(sorted(gone))
             for request_id in gone:
@@ -225,7 +228,8 @@ class SpecRunnerMixin:
 
         A step without any draft is sampled plainly: vLLM sends it through its rejection sampler
         too, which fails on an empty batch of draft rows when a request asks for top-k on CPU
-        (``apply_top_k_only``).
+        (``apply_top_k_only``). A thinking budget makes us verify every step: vLLM loses count of it
+        where drafts are rejected and where there are none.
         """
         self._last_walk = None
         self._hold_back_generators()
@@ -234,12 +238,15 @@ class SpecRunnerMixin:
         greedy = self._greedy_requests()
         has_eta = any(state.eta is not None for state in states)
         self._law.use_eta([s.eta for s in states], [1] * len(states), greedy, self.device)
-        if spec_decode_metadata is None or spec_decode_metadata.max_spec_len == 0:
+        holder = metadata.thinking_budget_state_holder
+        has_budget = holder is not None and holder.has_tracked_requests()
+        has_draft = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len > 0
+        if not has_draft and not has_budget:
             return super()._sample(logits, None)  # type: ignore[misc]
         plan = self._tree_attention.plan if self._tree_attention is not None else None
         # Seeded requests draw the noise of plain decoding, which only a walk can give them.
         broken = self._walk_sampled_chains and not metadata.all_greedy
-        must_walk = broken or has_eta or bool(metadata.generators)
+        must_walk = broken or has_eta or has_budget or bool(metadata.generators)
         if plan is None and self._relaxed_rule is None and not must_walk:
             return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         batch = self._draft_batch(plan)
@@ -247,7 +254,11 @@ class SpecRunnerMixin:
         self._law.use_eta([s.eta for s in states], num_rows, greedy, self.device)
         judge = None
         laws = self._draft_laws(greedy)
-        if self._relaxed_rule is not None:
+        if has_budget:
+            requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
+            budgets = self._budgets.of_rows(holder, batch, requests, metadata.output_token_ids)
+            metadata = replace(metadata, thinking_budget_state_holder=budgets)
+        if self._relaxed_rule is not None and has_draft:
             judge, laws = self._relaxed_rule.judge(batch, states, greedy, self.device), {}
         assert logits is not None
         output, self._last_walk = verify(batch, logits, metadata, self.sampler, judge, laws)
@@ -482,12 +493,8 @@ class SpecRunnerMixin:
         if not is_branching(parents):
             return parents, 0
         params = self.requests[step.request_id].sampling_params
-        holder = self.input_batch.sampling_metadata.thinking_budget_state_holder
-        # vLLM's grammar and thinking budgets follow one chain of draft tokens.
-        chain_only = params.structured_outputs is not None or (
-            holder is not None and holder.has_tracked_requests()
-        )
-        if self._tree_attention is None or chain_only:
+        # vLLM's grammar follows one chain of draft tokens.
+        if self._tree_attention is None or params.structured_outputs is not None:
             first_end = segment_bounds(parents)[0][1]
             return parents[:first_end], 0
         size, used = fitting_prefix(

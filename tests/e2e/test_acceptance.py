@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance of each method on fixed prompts and the real small model must not get worse.
+
+One benchmark run records plain decoding and the heads that come with the package, in float32 and
+greedily; what needs no model is replayed on the recorded answers. No clock decides anything here,
+so the figures are the same on every machine; the thresholds stand a little below them, for other
+builds of the target's arithmetic.
+"""
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from fenced_blocks import ROOT
+from published_runs import model_folder, vllm_spec
+
+from vllm_spec_ext.bench import saved
+from vllm_spec_ext.bench.session import BenchResult
+from vllm_spec_ext.cli import simulate
+from vllm_spec_ext.cli.demo_heads import demo_heads
+from vllm_spec_ext.replay import Recording, replay
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]
+
+ALWAYS_DRAFT = {"adaptive_length": False}  # no clock decides how much is drafted
+HEADS = {"method": "blockwise", "model": str(demo_heads()), **ALWAYS_DRAFT}
+REPEAT = "Repeat the following text word for word, and say nothing else:\n\n{text}"
+SETTINGS = {
+    "methods": {
+        "plain": None,
+        "chain": HEADS,
+        "tree": {**HEADS, "tree": True, "num_speculative_tokens": 12},
+    },
+    "datasets": {
+        "editing": {
+            "prompts": str(ROOT / "vllm_spec_ext/cli/prompts/editing.jsonl"),
+            "limit": 6,
+        },
+        "repeat": {
+            "prompts": str(ROOT / "examples/prompts/repeat.jsonl"),
+            "field": "text",
+            "template": REPEAT,
+            "limit": 2,
+        },
+    },
+    "max_tokens": 64,
+    "repeats": 1,
+    "dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Least:
+    """What must be reached."""
+
+    tokens_per_step: float
+    accepted_at: Sequence[float]
+    """Position 1, 2, ...: share of the drafts that were accepted that far."""
+
+
+HEADS_REACH = {
+    "chain": Least(2.2, [0.56, 0.33, 0.21, 0.10]),
+    "tree": Least(2.5, [0.70, 0.46, 0.25, 0.15]),
+}
+REPLAYS_REACH = {
+    "input_copy": Least(3.6, [0.38, 0.31, 0.25, 0.22]),
+    "adaptive_ngram": Least(3.45, [0.66, 0.53, 0.42, 0.39]),
+}
+
+
+def test_they_are_small() -> None:
+    assert sum(file.stat().st_size for file in demo_heads().iterdir()) < 8_000_000
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchResult:
+    folder = tmp_path_factory.mktemp("acceptance")
+    config, result = folder / "bench.json", folder / "result.json"
+    config.write_text(json.dumps({"model": model_folder(), **SETTINGS}))
+    done = vllm_spec("bench", "--config", str(config), "--json", str(result))
+    assert done.returncode == 0, done.stderr  # float32: every answer identical
+    return saved.load(result).result
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_folder())
+
+
+@pytest.fixture(scope="module")
+def recordings(bench: BenchResult, tokenizer: Any) -> list[Recording]:
+    """What plain decoding answered."""
+    (plain,) = [run for run in bench.runs if run.method == "plain"]
+    found = []
+    for record in plain.result.questions:
+        prompt = tokenizer.apply_chat_template(
+            list(bench.questions[record.index].opening),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        (turn,) = record.turns
+        assert len(prompt) == turn.num_prompt_tokens
+        found.append(Recording(prompt, turn.token_ids))
+    return found
+
+
+def check(name: str, tokens_per_step: float, accepted_at: Sequence[float], least: Least) -> None:
+    found = f"{name}: {tokens_per_step:.3f} tokens a step, accepted {[*map(_two, accepted_at)]}"
+    assert tokens_per_step >= least.tokens_per_step, found
+    assert len(accepted_at) >= len(least.accepted_at), found
+    for position, (share, expected) in enumerate(
+        zip(accepted_at, least.accepted_at, strict=False), start=1
+    ):
+        assert share >= expected, f"{found}; at position {position} expected {expected}"
+
+
+def _two(share: float) -> float:
+    return round(share, 3)
+
+
+@pytest.mark.parametrize("name", HEADS_REACH)
+def test_heads(name: str, bench: BenchResult) -> None:
+    (row,) = [summary for summary in bench.summaries() if summary.method == name]
+    check(name, row.tokens_per_step, row.acceptance_per_position, HEADS_REACH[name])
+
+
+def test_a_tree_of_the_heads_candidates_accepts_more(bench: BenchResult) -> None:
+    rows = {summary.method: summary.tokens_per_step for summary in bench.summaries()}
+    assert rows["tree"] > rows["chain"]
+
+
+@pytest.mark.parametrize("name", REPLAYS_REACH)
+def test_replays(name: str, recordings: list[Recording], tokenizer: Any) -> None:
+    (point,) = simulate.make_points(name, [ALWAYS_DRAFT])
+    proposer, engine = simulate.start(name, point, recordings, tokenizer, "", 1)
+    result = replay(proposer, recordings, engine)
+    # As vLLM counts: of all drafts, short ones included.
+    drafts = result.num_steps - result.num_empty
+    shares = [accepted / drafts for accepted in result.accepted_at_depth]
+    check(name, result.tokens_per_step, shares, REPLAYS_REACH[name])
