@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a proposer is: the records it receives, the draft it returns, the decorator that names it.
 
-A proposer never sees the engine. The adapter (:mod:`vllm_spec_ext.engine.drafter`) builds a
+A proposer never sees the engine. The adapter (:mod:`vllm_spec_ext.engine.drafting`) builds a
 :class:`StepContext` after each target step and turns the returned drafts into scheduled tokens.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_spec_ext.config import MethodOptions, RequestOptions
+from vllm_spec_ext.options import MethodOptions, RequestOptions
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +172,7 @@ class Proposer(Protocol):
     The class is built with the method's validated options as its only argument. Its module must
     import neither numba nor torch at the top: the front end and the command line load it for its
     ``info``, and vLLM's CPU worker cannot start once numba is loaded (see
-    :mod:`vllm_spec_ext.proposers.occurrence_kernels`); import them in ``start``.
+    :mod:`vllm_spec_ext.proposers.text_index.occurrence_kernels`); import them in ``start``.
     """
 
     info: ClassVar["ProposerInfo"]

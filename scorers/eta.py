@@ -18,7 +18,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from vllm_spec_ext.config import EtaOptions
+from vllm_spec_ext.scorers.options import EtaOptions
 
 
 def apply_eta(

@@ -9,9 +9,9 @@ for each of the server's rules. Everything a request leaves out stays as the ser
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_spec_ext.config import AnyOfRule, ExactRule, ScorerOptions
 from vllm_spec_ext.errors import RequestOptionError, SpecExtError, shown
-from vllm_spec_ext.scorers.rules import parse_rule
+from vllm_spec_ext.scorers.options import AnyOfRule, ExactRule, ScorerOptions
+from vllm_spec_ext.scorers.parse import parse_rule
 
 EXACT = ExactRule()
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from vllm_spec_ext.config import (
+from vllm_spec_ext.scorers.options import (
     AnyOfRule,
     DistanceRule,
     MinBlockRule,
@@ -11,15 +11,15 @@ from vllm_spec_ext.config import (
     ToleranceRule,
     TopKRule,
 )
-from vllm_spec_ext.scorers.base import Scorer, Verification
-from vllm_spec_ext.scorers.compose import AnyOf
-from vllm_spec_ext.scorers.distance import Distance, id_distance
-from vllm_spec_ext.scorers.distance_table import load_metric
-from vllm_spec_ext.scorers.exact import Exact
-from vllm_spec_ext.scorers.min_block import MinBlock
-from vllm_spec_ext.scorers.rules import check_rule, is_strict
-from vllm_spec_ext.scorers.tolerance import Tolerance
-from vllm_spec_ext.scorers.top_k import TopK
+from vllm_spec_ext.scorers.parse import check_rule, is_strict
+from vllm_spec_ext.scorers.rules.any_of import AnyOf
+from vllm_spec_ext.scorers.rules.base import Scorer, Verification
+from vllm_spec_ext.scorers.rules.distance import Distance, id_distance
+from vllm_spec_ext.scorers.rules.distance_table import load_metric
+from vllm_spec_ext.scorers.rules.exact import Exact
+from vllm_spec_ext.scorers.rules.min_block import MinBlock
+from vllm_spec_ext.scorers.rules.tolerance import Tolerance
+from vllm_spec_ext.scorers.rules.top_k import TopK
 
 
 def _build(rule: ScorerOptions, vocab_size: int | None) -> Scorer:

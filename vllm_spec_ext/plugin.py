@@ -67,7 +67,7 @@ def wrap_arguments(module: ModuleType) -> None:
             except ValueError as error:
                 _explain_misspelt_method(error)
                 raise
-        from vllm_spec_ext.engine.spec_config import build_spec_config
+        from vllm_spec_ext.engine.starting.spec_config import build_spec_config
 
         return build_spec_config(self, method, target_model_config, target_parallel_config)
 

@@ -13,8 +13,8 @@ from itertools import islice
 
 import numpy as np
 
-from vllm_spec_ext.config import RequestOptions
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers.base import (
     UNSALTED,
     Draft,

@@ -3,7 +3,7 @@
 
 from pydantic import Field
 
-from vllm_spec_ext.config import MethodOptions
+from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import BaseProposer, Draft, StepContext, chain, proposer
 
 

@@ -15,8 +15,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from vllm_spec_ext.config import AdaptiveNgramOptions, MethodOptions
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import MethodOptions
+from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
     Draft,

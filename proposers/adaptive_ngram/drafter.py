@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_spec_ext.config import AdaptiveNgramOptions
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.adaptive_ngram import search as search_module
 from vllm_spec_ext.proposers.adaptive_ngram.learning import Learner
 from vllm_spec_ext.proposers.adaptive_ngram.lookup import BACKOFF, Lookup
+from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import load_overlay, save_overlay
 from vllm_spec_ext.proposers.adaptive_ngram.search import (
     Results,
@@ -35,7 +35,7 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
-from vllm_spec_ext.proposers.worth import Worth
+from vllm_spec_ext.proposers.payoff.node_payoff import Worth
 
 logger = logging.getLogger("vllm.spec_ext")
 

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from vllm_spec_ext.config import AdaptiveNgramOptions
+from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import OverlayPool, learn
 from vllm_spec_ext.proposers.adaptive_ngram.shared_overlays import NO_SLOT, SharedOverlays
 from vllm_spec_ext.proposers.base import IntArray, RequestStep

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from vllm_spec_ext.config import MethodOptions, RequestOptions
+from vllm_spec_ext.options import MethodOptions, RequestOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,

@@ -15,7 +15,7 @@ from vllm_spec_ext.errors import (
     UnsupportedError,
 )
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.proposers.blockwise_heads import HeadsConfig
+from vllm_spec_ext.proposers.blockwise.heads import HeadsConfig
 
 
 @pytest.fixture(autouse=True)

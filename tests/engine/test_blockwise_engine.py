@@ -14,9 +14,9 @@ from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_greedy_identity import runner_of
 from tiny_model import VOCAB_SIZE
 
-from vllm_spec_ext.proposers.blockwise_heads import BlockwiseHeads, HeadsConfig
-from vllm_spec_ext.training.checkpoint import save_heads
-from vllm_spec_ext.training.evaluate import HeadFigures
+from vllm_spec_ext.proposers.blockwise.heads import BlockwiseHeads, HeadsConfig
+from vllm_spec_ext.training.blockwise.checkpoint import save_heads
+from vllm_spec_ext.training.blockwise.evaluate import HeadFigures
 
 
 def save_random_heads(

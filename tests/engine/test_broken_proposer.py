@@ -11,8 +11,8 @@ from generation import run, tokens
 from scenarios import SCENARIOS
 from test_greedy_identity import runner_of
 
-from vllm_spec_ext.engine.barrier import STRICT, logger
-from vllm_spec_ext.engine.shared_counters import CounterReadings
+from vllm_spec_ext.engine.drafting.barrier import STRICT, logger
+from vllm_spec_ext.engine.watching.shared_counters import CounterReadings
 from vllm_spec_ext.errors import ProposerError
 
 

@@ -7,7 +7,7 @@ from generation import run, tokens
 from scenarios import PROMPTS, Scenario
 from test_greedy_identity import runner_of
 
-from vllm_spec_ext.engine.shared_counters import COUNTERS
+from vllm_spec_ext.engine.watching.shared_counters import COUNTERS
 
 SCENARIO = Scenario([{"max_tokens": 60, "ignore_eos": True}], PROMPTS[:1])
 NOISE = {"method": "noise", "num_speculative_tokens": 8}

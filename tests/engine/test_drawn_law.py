@@ -27,9 +27,9 @@ from sampling_laws import (
 )
 from test_greedy_identity import runner_of
 
-from vllm_spec_ext.engine import drawn_drafts
-from vllm_spec_ext.engine.drawn_drafts import DraftLaws
 from vllm_spec_ext.engine.runner import SpecRunnerMixin
+from vllm_spec_ext.engine.verifying import drawn_drafts
+from vllm_spec_ext.engine.verifying.drawn_drafts import DraftLaws
 
 CHAIN = [-1, 0, 1]
 TREE = [-1, -1, 0, 0, 1, 2]

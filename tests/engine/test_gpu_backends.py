@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from test_greedy_identity import runner_of
 
-from vllm_spec_ext.engine.tree_attention import (
+from vllm_spec_ext.engine.trees.attention import (
     BACKENDS,
     TreeAttention,
     copy_runs,
     expand_attention,
     unsupported_reason,
 )
-from vllm_spec_ext.engine.tree_plan import RequestRows, TreePlan, build_plan
+from vllm_spec_ext.engine.trees.plan import RequestRows, TreePlan, build_plan
 
 BLOCK = 16
 GPU_BACKENDS = [name for name in BACKENDS if name != "CPU_ATTN"]

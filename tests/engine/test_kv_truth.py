@@ -12,10 +12,10 @@ from generation import run, sampling_params, tokens
 from scenarios import PROMPTS, Scenario
 from test_greedy_identity import runner_of
 
-from vllm_spec_ext.engine import drafter as drafter_module
 from vllm_spec_ext.engine import runner as runner_module
-from vllm_spec_ext.engine import tree_attention
-from vllm_spec_ext.engine.tree_plan import RequestRows, TreePlan, build_plan
+from vllm_spec_ext.engine.drafting import drafter as drafter_module
+from vllm_spec_ext.engine.trees import attention as tree_attention
+from vllm_spec_ext.engine.trees.plan import RequestRows, TreePlan, build_plan
 
 TREE = {"method": "oracle", "num_speculative_tokens": 12, "branches": 4}
 TOLERANCE = 2e-4  # of a log-probability in float32: sums in another order, nothing else

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from generation import sampling_params
 
-from vllm_spec_ext.engine.request_options import ResolvedOptions
+from vllm_spec_ext.engine.requests.options import ResolvedOptions
 
 PROMPT = "one two three four one two"
 
@@ -76,7 +76,7 @@ async def add_request(self: Any, request_id: str, prompt: Any, params: Any) -> A
 def test_a_server_resolves_options_beside_its_event_loop(tiny_model: Path) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    from vllm_spec_ext.engine.request_door import _resolving_first
+    from vllm_spec_ext.engine.requests.door import _resolving_first
 
     server, add = FakeServer(tiny_model), _resolving_first(add_request)
     prompt = {"type": "token", "prompt_token_ids": [5, 6, 7]}

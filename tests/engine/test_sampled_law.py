@@ -27,10 +27,10 @@ from sampling_laws import (
 from test_greedy_identity import runner_of
 from vllm.v1.outputs import SamplerOutput
 
-from vllm_spec_ext.engine import platform_bugs
 from vllm_spec_ext.engine import runner as runner_module
-from vllm_spec_ext.engine.node_sampling import expand_metadata
-from vllm_spec_ext.scorers.tree import Walk
+from vllm_spec_ext.engine.starting import platform_bugs
+from vllm_spec_ext.engine.verifying.node_sampling import expand_metadata
+from vllm_spec_ext.scorers.walk.tree import Walk
 
 
 @pytest.fixture(scope="module")

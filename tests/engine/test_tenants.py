@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from generation import sampling_params
 
-from vllm_spec_ext.engine.request_options import GROUP_KEY, share_group
+from vllm_spec_ext.engine.requests.options import GROUP_KEY, share_group
 from vllm_spec_ext.errors import SpecExtError
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and the dog"

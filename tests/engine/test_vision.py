@@ -15,7 +15,7 @@ from test_greedy_identity import runner_of
 from tiny_vision_model import IMAGE_SIZE, build_tiny_vision_model
 
 from vllm_spec_ext.engine import runner as runner_module
-from vllm_spec_ext.engine.tree_attention import unsupported_reason
+from vllm_spec_ext.engine.trees.attention import unsupported_reason
 
 NGRAMS = {"method": "adaptive_ngram", "overlay": "both", "min_confidence": 0.0, **ALWAYS_DRAFT}
 METHODS: dict[str, dict[str, Any]] = {

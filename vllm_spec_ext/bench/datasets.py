@@ -14,8 +14,8 @@ from pydantic import Field
 
 from vllm_spec_ext.bench import prompts
 from vllm_spec_ext.bench.prompts import ALL, WITHIN_DATASET, Question
-from vllm_spec_ext.config import Options
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import Options
 
 COPY_RATE = "copy_rate"
 COPY_RATES = (0, 25, 50, 75, 100)  # percent of the sentences that are to be written again

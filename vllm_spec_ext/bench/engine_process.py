@@ -24,7 +24,7 @@ from vllm_spec_ext.bench.measure import run_questions
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.records import EngineFacts, EngineRun, QuestionRecord
 from vllm_spec_ext.bench.watchdog import watch
-from vllm_spec_ext.engine.step_log import MAX_STEPS
+from vllm_spec_ext.engine.watching.step_log import MAX_STEPS
 from vllm_spec_ext.errors import SpecExtError
 
 if TYPE_CHECKING:

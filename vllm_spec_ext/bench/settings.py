@@ -14,8 +14,8 @@ from vllm_spec_ext.bench import prompts as prompt_files
 from vllm_spec_ext.bench.datasets import Dataset, load
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import BUNDLED, Question
-from vllm_spec_ext.config import Options, parse_options
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import Options, parse_options
 
 
 class BenchSettings(Options):

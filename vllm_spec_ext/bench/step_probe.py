@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from vllm_spec_ext.bench.engine_memory import memory_args
-from vllm_spec_ext.config import RequestOptions
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import BaseProposer, Draft, EngineHandle, StepContext, proposer
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from vllm_spec_ext.bench.markdown_table import markdown_table
 from vllm_spec_ext.cli.measured_tables import all_methods_tables, method_table, read_summary
 from vllm_spec_ext.cli.option_docs import option_docs
-from vllm_spec_ext.config import Options
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import Options
 from vllm_spec_ext.proposers import registry
 
 END = "<!-- end of options -->"

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from vllm_spec_ext.cli.option_docs import option_docs
-from vllm_spec_ext.config import Options
+from vllm_spec_ext.options import Options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import ProposerInfo
 

@@ -22,9 +22,9 @@ from vllm_spec_ext.bench.vllm_engine import Sampling
 from vllm_spec_ext.cli.bench import EXIT_FAILED, demo_model
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.simulate import BUDGET, make_points, parse_grid, read_recordings, start
-from vllm_spec_ext.config import parse_options
 from vllm_spec_ext.draw_tree import check_tree, draw_tree, visible
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import parse_options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import Draft, Proposer, StepContext, StepOutcome
 from vllm_spec_ext.replay import Recording, replay

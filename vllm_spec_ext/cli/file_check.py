@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_spec_ext.config import parse_options
+from vllm_spec_ext.options import parse_options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import BaseProposer, TargetFacts
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_spec_ext.config import Options
+from vllm_spec_ext.options import Options
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from vllm_spec_ext.cli.cache_folder import cache_folder
 from vllm_spec_ext.cli.file_check import check_files
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
 from vllm_spec_ext.compat import require
-from vllm_spec_ext.config import parse_options
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import parse_options
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.scorers.rules import check_rule, parse_rule
+from vllm_spec_ext.scorers.parse import check_rule, parse_rule
 
 # Of every method, see engine/spec_config.py.
 RULE_OPTIONS = ("scorer", "allow_lossy")

@@ -15,8 +15,8 @@ from vllm_spec_ext.bench import figures
 from vllm_spec_ext.bench.planner import StepTimes
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.config import MethodOptions, parse_options
 from vllm_spec_ext.errors import SpecExtError, UnsupportedError
+from vllm_spec_ext.options import MethodOptions, parse_options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import BaseProposer, EngineHandle
 from vllm_spec_ext.replay import Recording, ReplayResult, replay

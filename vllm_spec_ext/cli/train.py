@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 import typer
 from typer.core import TyperCommand
 
-from vllm_spec_ext.config import Options
+from vllm_spec_ext.options import Options
 from vllm_spec_ext.training.flags import field_help, field_kind, field_metavar, flag_name, settings
 from vllm_spec_ext.training.schema import BlockwiseTraining
 

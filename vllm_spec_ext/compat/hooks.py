@@ -19,7 +19,7 @@ FUNCTIONS: tuple[Hook, ...] = (
         "our methods run inside vLLM as the official custom_class",
         kind="value",
         names=("custom_class",),
-        used_by="engine/spec_config.py: the value of `method`",
+        used_by="engine/starting/spec_config.py: the value of `method`",
     ),
     Hook(
         "vllm.config.utils",
@@ -83,7 +83,7 @@ FUNCTIONS: tuple[Hook, ...] = (
         "vLLM builds our drafter from the class path in the configuration",
         names=("vllm_config",),
         exact=True,
-        used_by="engine/drafter.py: vLLM builds Drafter and calls load_model() through it",
+        used_by="engine/drafting/drafter.py: vLLM builds Drafter and calls load_model() through it",
     ),
     Hook(
         "vllm.v1.worker.gpu_worker",
@@ -208,7 +208,7 @@ FUNCTIONS: tuple[Hook, ...] = (
         "the sampler's last stage, which ours stands in front of",
         names=("logits", "generators", "k", "p"),
         exact=True,
-        used_by="engine/law_sampler.py: LawSampler.forward has the same parameters",
+        used_by="engine/verifying/distribution_sampler.py: forward has the same parameters",
     ),
     Hook(
         "vllm.v1.worker.utils",
@@ -228,7 +228,7 @@ FUNCTIONS: tuple[Hook, ...] = (
         "AttentionMetadataBuilder.build",
         "no schedule ahead of time for virtual requests",
         names=("common_attn_metadata", "fast_build"),
-        used_by="engine/tree_attention.py: AttentionGroup.build_metadata passes fast_build on",
+        used_by="engine/trees/attention.py: AttentionGroup.build_metadata passes fast_build on",
     ),
     *(
         Hook(
@@ -237,7 +237,7 @@ FUNCTIONS: tuple[Hook, ...] = (
             "wrapped, so that a segment's ancestors are written into its scratch blocks too",
             names=("layer", "key", "value", "kv_cache", "slot_mapping"),
             exact=True,
-            used_by="engine/tree_attention.py: TreeAttention wraps that of every layer",
+            used_by="engine/trees/attention.py: TreeAttention wraps that of every layer",
         )
         for module, name in (
             ("cpu_attn", "CPUAttentionBackendImpl"),

@@ -458,7 +458,7 @@ CLASSES: tuple[Reads, ...] = (
             "compute_logits": "Callable[..., torch.Tensor]",
             "embed_input_ids": "Callable[..., torch.Tensor]",
         },
-        used_by="proposers/blockwise.py",
+        used_by="proposers/blockwise/__init__.py",
     ),
     # -- benchmark and training -----------------------------------------------------------------
     Reads(

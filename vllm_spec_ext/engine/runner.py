@@ -16,21 +16,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from vllm_spec_ext.engine.draft_batch import DraftBatch
-from vllm_spec_ext.engine.draft_budget import UNLIMITED, Allowance, DraftBudget, shares
-from vllm_spec_ext.engine.drafter import Drafter
-from vllm_spec_ext.engine.drawn_drafts import DraftLaws, DrawnDrafts
-from vllm_spec_ext.engine.law_sampler import LawSampler
-from vllm_spec_ext.engine.node_sampling import verify
-from vllm_spec_ext.engine.platform_bugs import chain_sampling_is_broken
-from vllm_spec_ext.engine.relaxed_rule import RelaxedRule
-from vllm_spec_ext.engine.request_state import RequestState, read_request
-from vllm_spec_ext.engine.scheduled_draft import ScheduledDraft
-from vllm_spec_ext.engine.spec_config import SpecExtConfig
-from vllm_spec_ext.engine.step_log import StepLog
-from vllm_spec_ext.engine.thinking_budgets import ThinkingBudgets
-from vllm_spec_ext.engine.tree_attention import TreeAttention, unsupported_reason, with_scratch
-from vllm_spec_ext.engine.tree_plan import (
+from vllm_spec_ext.engine.drafting.draft_budget import UNLIMITED, Allowance, DraftBudget, shares
+from vllm_spec_ext.engine.drafting.drafter import Drafter
+from vllm_spec_ext.engine.drafting.scheduled_draft import ScheduledDraft
+from vllm_spec_ext.engine.requests.state import RequestState, read_request
+from vllm_spec_ext.engine.starting.platform_bugs import chain_sampling_is_broken
+from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
+from vllm_spec_ext.engine.trees.attention import TreeAttention, unsupported_reason, with_scratch
+from vllm_spec_ext.engine.trees.plan import (
     RequestRows,
     TreePlan,
     build_plan,
@@ -38,6 +31,13 @@ from vllm_spec_ext.engine.tree_plan import (
     is_branching,
     segment_bounds,
 )
+from vllm_spec_ext.engine.verifying.distribution_sampler import LawSampler
+from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
+from vllm_spec_ext.engine.verifying.drawn_drafts import DraftLaws, DrawnDrafts
+from vllm_spec_ext.engine.verifying.node_sampling import verify
+from vllm_spec_ext.engine.verifying.relaxed_rule import RelaxedRule
+from vllm_spec_ext.engine.verifying.thinking_budgets import ThinkingBudgets
+from vllm_spec_ext.engine.watching.step_log import StepLog
 from vllm_spec_ext.proposers.base import (
     Draft,
     RequestFacts,
@@ -45,8 +45,8 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
-from vllm_spec_ext.scorers.rules import is_strict
-from vllm_spec_ext.scorers.tree import Walk
+from vllm_spec_ext.scorers.parse import is_strict
+from vllm_spec_ext.scorers.walk.tree import Walk
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig

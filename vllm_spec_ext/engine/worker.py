@@ -4,7 +4,7 @@
 from typing import Any
 
 from vllm_spec_ext.engine.runner import SpecRunnerMixin, specialise
-from vllm_spec_ext.engine.step_log import StepLog
+from vllm_spec_ext.engine.watching.step_log import StepLog
 
 
 class SpecWorkerMixin:

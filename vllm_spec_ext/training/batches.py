@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.blockwise_heads import TokensSeen
+from vllm_spec_ext.proposers.blockwise.heads import TokensSeen
+from vllm_spec_ext.training.blockwise.text_copies import TextCopies
 from vllm_spec_ext.training.shards import TokenData
-from vllm_spec_ext.training.text_copies import TextCopies
 
 IGNORED = -100  # target of a head that looks past the end of the text (torch's ignore_index)
 _BUCKET = 16  # batches whose sequences are sorted by length together, to pad less

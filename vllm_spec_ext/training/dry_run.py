@@ -9,8 +9,8 @@ import torch
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
+from vllm_spec_ext.training.blockwise.heads_task import HeadsTask
 from vllm_spec_ext.training.distill import check_context, tokenise_prompts, transformers_generator
-from vllm_spec_ext.training.heads_task import HeadsTask
 from vllm_spec_ext.training.hidden import (
     cache_bytes,
     live_states,

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from vllm_spec_ext.config import Options, parse_options
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import Options, parse_options
 
 SchemaT = TypeVar("SchemaT", bound=Options)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from vllm_spec_ext.config import MethodOptions
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,

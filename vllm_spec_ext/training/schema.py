@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from vllm_spec_ext.config import Options
+from vllm_spec_ext.options import Options
 
 # What the paper did, where it differs from our defaults (Stern et al. 2018, sec. 4 and 6).
 PAPER: dict[str, Any] = {

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of ``adaptive_ngram``."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vllm_spec_ext.options import MethodOptions
+
+
+class AdaptiveNgramOptions(MethodOptions):
+    """Options of ``adaptive_ngram`` (adaptive trigram tree, after ADED)."""
+
+    preset: Literal["default", "aded_reference"] = "default"
+    """``aded_reference`` takes the settings of ADED's published code for every option that is
+    not given; use it with ``num_speculative_tokens=64``."""
+
+    corpus: str | None = None
+    """Folder or file made by ``vllm-spec corpus build``; without one the method learns from the
+    prompt and the output alone."""
+
+    overlay: Literal["request", "shared", "both", "none"] = "request"
+    """What adapts: a table of each request alone, one shared by requests with the same
+    ``cache_salt`` (their phrases then influence each other's speed), both, or none (the corpus
+    alone). Requests without a salt share on a server only with ``share_unsalted``."""
+
+    max_cache_salts: int = Field(default=8, ge=1, le=4096)
+    """Number of ``cache_salt`` values that have a shared overlay at a time; the one unused for
+    longest is emptied first. Requests without a salt do not count."""
+
+    overlay_file: str | None = None
+    """The shared overlay of requests without a ``cache_salt`` is read from here at start, if the
+    file exists, and saved here; those with one are never saved."""
+
+    overlay_save_every: int = Field(default=200_000, ge=0)
+    """Tokens learned between two saves of ``overlay_file``; 0 saves at exit only."""
+
+    search: Literal["best_first", "mcts"] = "best_first"
+    """``best_first`` takes nodes in the order of their path probability; ``mcts`` by visits."""
+
+    tree: bool = True
+    """Draft branches; ``false`` drafts the single greedy path."""
+
+    max_depth: int | None = Field(default=None, ge=1, le=64)
+    """Longest path in tokens; by default 12 for a tree and no limit for a chain."""
+
+    iterations: int = Field(default=150, ge=1, le=2000)
+    """Iterations of ``mcts``."""
+
+    max_sequences: int = Field(default=0, ge=0, le=256)
+    """``mcts`` as published: keep this many most visited sequences, the root's included, and cut
+    the longest ones while they hold over 64 tokens; 0 fills the node budget by visits."""
+
+    greedy_extension: bool = False
+    """Append to every sequence of ``mcts`` its most probable next token."""
+
+    min_confidence: float = Field(default=0.05, ge=0.0, lt=1.0)
+    """Nodes whose path has a lower estimated probability are not drafted; a step in which no node
+    reaches it is not speculated on at all. Must be 0 where ``normalise`` is off."""
+
+    backoff: Literal["mix", "empty", "off"] = "mix"
+    """Successors of the last token alone: for the probability that the two-token context leaves
+    open (``mix``), only where that context is unknown (``empty``), or never (``off``)."""
+
+    backoff_weight: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Trust in backed-off probabilities."""
+
+    learn_prompt: bool = True
+    """Learn the prompt, too, not the output alone."""
+
+    prompt_window: int = Field(default=8192, ge=0, le=1 << 20)
+    """At most this many last tokens are learned at once, which bounds the work of a long prompt."""
+
+    relearn_window: int = Field(default=0, ge=0, le=1024)
+    """Learn the trigrams of this many last tokens anew at every step, as published; 0 learns each
+    token exactly once."""
+
+    increment: float = Field(default=1.0, gt=0.0, le=100.0)
+    """Weight of one observation."""
+
+    cap: float = Field(default=3.0, gt=0.0, le=1000.0)
+    """Highest weight of one successor."""
+
+    half_life: float = Field(default=500.0, ge=0.0)
+    """Learned tokens after which a weight has halved (the shared overlay: times the number of
+    requests in the batch); 0 never forgets."""
+
+    request_buckets: int = Field(default=512, ge=16, le=1 << 16)
+    """Buckets of four rows in each request's overlay, a power of two; 320 bytes a bucket."""
+
+    shared_buckets: int = Field(default=1 << 14, ge=16, le=1 << 20)
+    """Buckets of four rows in each shared overlay, a power of two; 320 bytes a bucket."""
+
+    request_weight: float = Field(default=2.0, gt=0.0, le=100.0)
+    """Weight of the request's overlay beside the corpus, whose rows sum to at most 1."""
+
+    shared_weight: float = Field(default=0.5, gt=0.0, le=100.0)
+    """Weight of the shared overlay beside the corpus."""
+
+    normalise: bool = True
+    """Scale each row to a sum of at most 1, so that products of weights are probabilities."""
+
+    unseen_weight: float = Field(default=1.0, ge=0.0, le=100.0)
+    """Weight of all that never followed a context, beside what did; one observation weighs
+    ``increment`` times the weight of its overlay. 0 takes what was seen once for certain."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("preset") == "aded_reference":
+            return {**ADED_REFERENCE, **given}
+        return given
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        for name in ("request_buckets", "shared_buckets"):
+            value = getattr(self, name)
+            if value & (value - 1):
+                raise ValueError(
+                    f"{name}={value} is no power of two; try {1 << value.bit_length()}"
+                )
+        if self.overlay == "none" and self.corpus is None:
+            raise ValueError("overlay='none' without a corpus knows nothing; give one of the two")
+        if self.overlay_file is not None and self.overlay not in ("shared", "both"):
+            raise ValueError(
+                f"overlay_file holds a shared overlay, but overlay={self.overlay!r}; "
+                "set overlay to 'shared' or 'both'"
+            )
+        if not self.normalise and self.min_confidence > 0:
+            raise ValueError("min_confidence needs probabilities; set it to 0 or normalise to true")
+        if (self.max_sequences or self.greedy_extension) and (
+            self.search != "mcts" or not self.tree
+        ):
+            raise ValueError(
+                "max_sequences and greedy_extension belong to search='mcts' with a tree"
+            )
+        return self
+
+
+ADED_REFERENCE: Mapping[str, Any] = {
+    "overlay": "shared",
+    "search": "mcts",
+    "max_depth": 4,
+    "iterations": 150,
+    "max_sequences": 24,
+    "adaptive_length": False,
+    "greedy_extension": True,
+    "min_confidence": 0.0,
+    "backoff": "off",
+    "learn_prompt": False,
+    "relearn_window": 16,
+    "increment": 0.04,
+    "cap": 3.0,
+    "half_life": 0.0,
+    "shared_buckets": 1 << 16,
+    "shared_weight": 1.0,
+    "normalise": False,
+    "unseen_weight": 0.0,
+}
+"""What ADED's published code does; its overlay is unbounded, ours is not."""

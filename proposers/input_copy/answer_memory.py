@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What earlier requests were answered, for later ones to copy from.
+
+Requests made from one template get answers that open, comment and close in the same words. Every
+answer stands behind a separator, so that the openings can be found too: an answer's first token
+agrees in two places with an answer that began alike.
+
+What one user was answered must not be drafted for another, as acceptance would tell: each share
+group has a memory of its own.
+"""
+
+from collections import OrderedDict
+
+import numpy as np
+
+from vllm_spec_ext.proposers.base import UNSALTED, IntArray
+from vllm_spec_ext.proposers.text_index.occurrence_index import Match, OccurrenceIndex
+
+_FIRST_ROOM = 1024  # tokens; a group with few answers must not cost as much as one with many
+
+
+class AnswerMemory:
+    """The latest answers of one group, the oldest forgotten first."""
+
+    def __init__(self, limit: int, separator: int) -> None:
+        """Start empty.
+
+        Args:
+            limit: Most tokens that are kept.
+            separator: A number that is no token, >= 0.
+        """
+        self._limit = limit
+        self._separator = np.array([separator], np.int32)
+        self._answers: list[tuple[IntArray, IntArray]] = []  # as they are and folded, oldest first
+        self._index = OccurrenceIndex(min(limit + 1, _FIRST_ROOM))
+        self._tokens = np.empty(limit + 1, np.int32)  # of the index, not folded
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def add(self, answer: IntArray, folded: IntArray) -> None:
+        """Remember the end of an answer.
+
+        Args:
+            answer: [n] int32 tokens.
+            folded: [n] int32 tokens as they are compared.
+        """
+        if not len(answer):
+            return
+        half = max(self._limit // 2, 1)
+        entry = (answer[-half:], folded[-half:])
+        if len(self) + len(entry[0]) + 1 > self._limit:
+            self._keep_newest(half)
+        self._answers.append(entry)
+        self._append(*entry)
+
+    def longest(self, folded: IntArray, max_ngram: int) -> Match:
+        """Where the end of a request's output stood in an earlier answer.
+
+        Args:
+            folded: [m] int32, the output so far, from its first token.
+            max_ngram: Most tokens that are compared.
+        """
+        if len(folded) < max_ngram:
+            folded = np.concatenate((self._separator, folded))
+        return self._index.longest(folded[-max_ngram:], max_ngram)
+
+    def following(self, match: Match, room: int) -> IntArray:
+        """At most `room` tokens that came behind a match, not beyond the end of that answer."""
+        tokens = self._tokens[match.latest : min(match.latest + room, len(self))]
+        ends = np.flatnonzero(tokens == self._separator)
+        return tokens[: ends[0]] if len(ends) else tokens
+
+    def _append(self, answer: IntArray, folded: IntArray) -> None:
+        start = len(self)
+        self._index.append(np.concatenate((self._separator, folded)))
+        self._tokens[start] = self._separator[0]
+        self._tokens[start + 1 : len(self)] = answer
+
+    def _keep_newest(self, num_tokens: int) -> None:
+        """Index anew the newest answers of that many tokens together."""
+        kept = []
+        for entry in reversed(self._answers):
+            num_tokens -= len(entry[0]) + 1
+            if num_tokens < 0:
+                break
+            kept.append(entry)
+        self._answers = kept[::-1]
+        self._index = OccurrenceIndex(len(self._index))
+        for entry in self._answers:
+            self._append(*entry)
+
+
+class AnswerMemories:
+    """One memory for each share group; of those with a salt, the latest used ones are kept."""
+
+    def __init__(self, limit: int, max_salted: int, separator: int) -> None:
+        """Start empty.
+
+        Args:
+            limit: Most tokens that are kept of each group; 0 = nothing is kept.
+            max_salted: Most groups beside the one of requests without a salt.
+            separator: As of :class:`AnswerMemory`.
+        """
+        self._limit = limit
+        self._max_salted = max_salted
+        self._separator = separator
+        self._memories: OrderedDict[str, AnswerMemory] = OrderedDict()  # latest used last
+
+    def __len__(self) -> int:
+        return sum(map(len, self._memories.values()))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of which something is known."""
+        return len(self._memories)
+
+    def of(self, group: str | None) -> AnswerMemory | None:
+        """What requests of a group may see; None if that is nothing."""
+        memory = None if group is None else self._memories.get(group)
+        if memory is not None and group is not None:
+            self._memories.move_to_end(group)
+        return memory
+
+    def add(self, group: str | None, answer: IntArray, folded: IntArray) -> None:
+        """Remember the end of an answer for requests of its group.
+
+        Args:
+            group: Whose answer; None = it is forgotten.
+            answer: [n] int32 tokens.
+            folded: [n] int32 tokens as they are compared.
+        """
+        if group is None or not self._limit or not len(answer):
+            return
+        memory = self.of(group)
+        if memory is None:
+            memory = self._memories[group] = AnswerMemory(self._limit, self._separator)
+            self._forget_a_group()
+        memory.add(answer, folded)
+
+    def _forget_a_group(self) -> None:
+        """The salted group unused for longest makes room for one that just came."""
+        salted = [group for group in self._memories if group != UNSALTED]
+        if len(salted) > self._max_salted:
+            del self._memories[salted[0]]

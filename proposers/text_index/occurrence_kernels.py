@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled loops of :mod:`vllm_spec_ext.proposers.text_index.occurrence_index`.
+
+A module of its own because importing numba is slow, and because vLLM 0.32's CPU worker cannot
+start in a process that has imported it already (``triton_utils.dispatcher._rebind_kernels`` reads
+``vars()`` of every module attribute, and llvmlite's answer is no dictionary): so it is imported
+when the first index is built, which is after the worker has started.
+"""
+
+import numpy as np
+
+from vllm_spec_ext.proposers.compiled import kernel
+
+NO_POSITION = -1
+EMPTY_KEY = np.int64(-1)
+_HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
+
+
+@kernel
+def _slot(keys, key):  # type: ignore[no-untyped-def]
+    """Slot of a key, or the free slot where it belongs. keys: [power of two] int64."""
+    mask = keys.size - 1
+    hashed = (np.uint64(key) * _HASH_MULTIPLIER) >> np.uint64(20)
+    slot = np.int64(hashed) & mask
+    while keys[slot] != EMPTY_KEY and keys[slot] != key:
+        slot = (slot + 1) & mask
+    return slot
+
+
+@kernel
+def link(tokens, start, end, previous, keys, heads):  # type: ignore[no-untyped-def]
+    """Link positions [start, end): row 0 of the tables by token, row 1 by pair of tokens."""
+    for i in range(start, end):
+        key = np.int64(tokens[i])
+        for order in range(2):
+            if order == 1:
+                if i == 0:
+                    previous[1, 0] = NO_POSITION
+                    break
+                key |= np.int64(tokens[i - 1] + 1) << 32
+            slot = _slot(keys[order], key)
+            previous[order, i] = NO_POSITION
+            if keys[order, slot] == key:
+                previous[order, i] = heads[order, slot]
+            keys[order, slot] = key
+            heads[order, slot] = i
+
+
+@kernel
+def longest(  # type: ignore[no-untyped-def]
+    suffix, tokens, end, previous, keys, heads, max_ngram, hint, need_all
+):
+    """See OccurrenceIndex.longest; `end` excludes positions that are the suffix itself."""
+    size = suffix.size
+    length, count, latest, following = 0, 0, NO_POSITION, NO_POSITION
+    if size == 0:
+        return length, count, latest, following
+    limit = min(size, max_ngram)
+    last = np.int64(suffix[size - 1])
+    for order in range(1, -1, -1):
+        key = last
+        if order == 1:
+            if limit < 2:
+                continue
+            key |= np.int64(suffix[size - 2] + 1) << 32
+        slot = _slot(keys[order], key)
+        if keys[order, slot] != key:
+            continue
+        i = heads[order, slot]
+        while i != NO_POSITION:
+            if i < end:
+                agree = order + 1
+                while (
+                    agree < limit and i >= agree and tokens[i - agree] == suffix[size - 1 - agree]
+                ):
+                    agree += 1
+                if agree > length:
+                    length, count, latest, following = agree, 0, i + 1, NO_POSITION
+                if agree == length:
+                    count += 1
+                    if i + 1 > hint:
+                        following = i + 1
+                    # Nothing longer can come, and an earlier place does not change the answer.
+                    if length == limit and count == 2 and not need_all:
+                        return length, count, latest, following
+            i = previous[order, i]
+        if length:
+            break
+    return length, count, latest, following

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks over draft trees: which nodes stand, and what a step emits."""

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What explain-step makes of drafts and recordings, and what it refuses; no engine."""
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from vllm_spec_ext.cli.explain_step import (
+    DraftStep,
+    choose,
+    explain_step,
+    from_engine,
+    judge,
+    rich_tree,
+)
+from vllm_spec_ext.engine.watching.step_log import StepLog
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.base import Draft, chain
+
+TREE = Draft(np.array([5, 6, 7, 8], np.int32), np.array([-1, 0, -1, 2], np.int32))
+
+
+def test_judging_a_tree_by_a_recording() -> None:
+    step = judge(TREE, [7, 8, 9, 1], [3])
+    assert step.accepted == [2, 3]
+    assert step.new_tokens == [7, 8, 9]
+    assert (step.num_segments, step.off_first_path) == (2, 2)
+    assert judge(TREE, [5, 9], [3]).accepted == [0]
+    assert judge(TREE, [1], [3]).accepted == []
+
+
+def test_a_chain_has_one_segment_and_nothing_off_the_first_path() -> None:
+    step = judge(chain([5, 6, 7]), [5, 6, 1], [3])
+    assert (step.accepted, step.num_segments, step.off_first_path) == ([0, 1], 1, 0)
+
+
+def test_choosing_a_step() -> None:
+    first, branch = judge(TREE, [5, 6, 1], [3]), judge(TREE, [7, 1], [3])
+    nothing = DraftStep([], [], [], [], [4], [3])
+    assert choose([nothing, first, branch], None) == 2
+    assert choose([nothing, first], None) == 1
+    assert choose([first, branch], 1) == 0
+    for number in (0, 3):
+        with pytest.raises(SpecExtError, match="expected 1 to 2"):
+            choose([first, branch], number)
+    with pytest.raises(SpecExtError, match="no step"):
+        choose([nothing], None)
+
+
+def test_the_log_pairs_drafts_with_their_outcomes() -> None:
+    log = StepLog()
+    log.judged("a", [], [], [5])  # the prefill
+    draft = Draft(TREE.tokens, TREE.parents, path_probs=np.array([0.5, 0.25, 0.5, 0.5], np.float32))
+    log.drafted("a", [5, 6, 7], [-1, 0, -1], draft)
+    log.drafted("b", [1], [-1], chain([1]))
+    log.judged("a", [5, 6], [0], [5, 9])  # the scheduler cut the draft short
+    log.forget(["b"])
+    log.judged("b", [-1], [], [3])  # placeholders of a resumed request
+    steps = from_engine(
+        {"prompt": [1, 2], "steps": [s for s in log.steps if s["request_id"] == "a"]}
+    )
+    assert steps == [DraftStep([5, 6], [-1, 0], [0.5, 0.25], [0], [5, 9], [1, 2, 5])]
+    assert log.steps[-1]["tokens"] == []
+
+
+def test_the_terminal_tree_names_every_node() -> None:
+    step = judge(TREE, [7, 1], [3])
+    console = Console(width=80, no_color=True)
+    with console.capture() as captured:
+        console.print(rich_tree(step, ["a", "b", "c", "d"], "root", " x"))
+    lines = captured.get().splitlines()
+    assert lines[0] == "root"
+    assert any("c" in line and "accepted" in line for line in lines)
+    assert any("␣x" in line and "target" in line for line in lines)
+    assert len(lines) == 6
+
+
+def test_contradicting_options_are_refused() -> None:
+    with pytest.raises(SpecExtError, match="not both"):
+        explain_step(step=1, best=True)
+    with pytest.raises(SpecExtError, match="one of"):
+        explain_step(prompt="a", prompt_file="b")
+    with pytest.raises(SpecExtError, match="one value"):
+        explain_step(settings=["max_depth=1,2"])

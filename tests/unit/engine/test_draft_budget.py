@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain decoding is the floor: drafting may lose little time, and never much at once."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from simulated_engine import Acceptance, Machine, simulate
+
+from vllm_spec_ext.engine.drafting.draft_budget import DraftBudget, shares
+
+SEEDS = range(2)  # a sweep of many is the same test with more
+
+MACHINES = {
+    "processor": Machine(),
+    "heavy rows": Machine(token=0.1),
+    "free rows": Machine(token=0.0005, drafting=0.01),
+    "slow drafter": Machine(drafting=0.2),
+    "overhead": Machine(overhead=0.1),
+    "first step paused": Machine(first_outlier=0),
+    "first drafts paused": Machine(first_outlier=3),
+    "many pauses": Machine(outliers=0.02),
+}
+ACCEPTANCE: dict[str, Acceptance] = {
+    "always wrong": lambda step: 0.0,
+    "bad": lambda step: 0.2,
+    "so so": lambda step: 0.5,
+    "good": lambda step: 0.9,
+    "phases": lambda step: 0.9 if step // 400 % 2 == 0 else 0.0,
+}
+BATCHES: dict[str, Callable[[int], int]] = {
+    "one": lambda step: 1,
+    "eight": lambda step: 8,
+    "changing": lambda step: (1, 2, 4, 8, 7, 6, 5, 3)[step // 60 % 8],
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("acceptance", ACCEPTANCE)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_never_much_slower_than_plain_decoding(machine: str, acceptance: str, batch: str) -> None:
+    for seed in SEEDS:
+        run = simulate(
+            MACHINES[machine],
+            ACCEPTANCE[acceptance],
+            seed=seed,
+            batch=BATCHES[batch],
+            budget=DraftBudget(),
+            num_steps=1000,
+        )
+        assert run.lowest(200) >= 0.98
+        assert run.ratio(0, 50) >= 0.98
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("machine", ["processor", "free rows", "slow drafter", "overhead"])
+def test_a_good_drafter_keeps_its_gain(machine: str, batch: str) -> None:
+    gains, unlimited = 0.0, 0.0
+    for seed in SEEDS:
+        for budget in (DraftBudget(), None):
+            run = simulate(
+                MACHINES[machine],
+                ACCEPTANCE["good"],
+                seed=seed,
+                batch=BATCHES[batch],
+                budget=budget,
+                num_steps=500,
+            )
+            if budget is None:
+                unlimited += run.ratio(0, 500) - 1
+            else:
+                gains += run.ratio(0, 500) - 1
+    assert gains >= 0.95 * unlimited
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_drafter_that_is_always_wrong_costs_less_than_one_percent(machine: str) -> None:
+    for seed in SEEDS:
+        run = simulate(
+            MACHINES[machine], ACCEPTANCE["always wrong"], seed=seed, budget=DraftBudget()
+        )
+        assert run.ratio(100, 1500) >= 0.99
+
+
+@pytest.mark.parametrize("machine", ["processor", "heavy rows", "slow drafter"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_drafter_that_becomes_good_is_found_again(machine: str, batch: int) -> None:
+    delays = []
+    for seed in range(12):
+        run = simulate(
+            MACHINES[machine],
+            lambda step: 0.9 if step >= 600 else 0.0,
+            seed=seed,
+            batch=lambda step: batch,
+            budget=DraftBudget(),
+        )
+        # Found: twenty steps that are faster than plain decoding.
+        delays.append(next(n for n in range(900) if run.ratio(600 + n, 620 + n) > 1.1))
+    assert sorted(delays)[6] <= 100
+    assert sorted(delays)[10] <= 150
+
+
+def test_without_a_budget_drafting_may_lose_half_the_speed() -> None:
+    # What the tests above would find if the budget did nothing.
+    run = simulate(MACHINES["heavy rows"], ACCEPTANCE["always wrong"])
+    assert run.lowest(200) < 0.6
+
+
+def test_a_step_with_prefill_counts_its_drafting_and_modelled_verification() -> None:
+    budget = DraftBudget()
+    for _ in range(4):
+        budget.verified(1, 0, 1, 0.03)
+    before = budget.balance
+    budget.verified(1, 0, 1, None)
+    assert budget.balance == pytest.approx(before, abs=0.01)
+    budget.allow([8])
+    budget.drafted({"method": 0.003})
+    assert budget.balance == pytest.approx(before - 0.1, abs=0.01)
+    budget.verified(1, 4, 1, None)
+    assert budget.balance < before - 0.2
+
+
+def test_steps_that_all_have_prefill_do_not_stop_drafting_for_good() -> None:
+    run = simulate(
+        Machine(),
+        ACCEPTANCE["good"],
+        budget=DraftBudget(),
+        batch=lambda step: 2 if step < 20 else 8,
+        prefill=lambda step: step >= 10,
+    )
+    assert run.ratio(200, 1500) > 1.5
+
+
+def test_a_fresh_engine_starts_plain_then_drafts_little() -> None:
+    budget = DraftBudget()
+    for _ in range(3):
+        found = budget.allow([8])
+        assert found.max_tokens == 0
+        assert "measuring" in found.reason
+        budget.verified(1, 0, 1, 0.03)
+    found = budget.allow([64])
+    assert found.max_tokens is not None
+    assert 1 <= found.max_tokens <= 8
+    assert "balance" in found.reason
+
+
+def test_drafting_time_alone_can_stop_a_method() -> None:
+    budget = DraftBudget()
+    allowed = []
+    for _ in range(300):
+        budget.verified(1, 0, 1, 0.03)
+        max_tokens = budget.allow([8]).max_tokens
+        allowed.append(max_tokens != 0)
+        # It thinks for half a step and drafts nothing.
+        budget.drafted({"method": 0.015 if allowed[-1] else 0.0})
+    assert sum(allowed) < 10
+    assert any(allowed[50:])
+
+
+def test_methods_count_together() -> None:
+    one, two = DraftBudget(), DraftBudget()
+    for budget, seconds in ((one, {"a": 0.002}), (two, {"a": 0.001, "b": 0.001})):
+        for _ in range(10):
+            budget.verified(1, 0, 1, 0.03)
+            budget.allow([8])
+            budget.drafted(seconds)
+    assert one.balance == pytest.approx(two.balance)
+
+
+def budget_at(slope: float, requests: int) -> DraftBudget:
+    """A budget that knows the cost of a token; each request emits two tokens a step."""
+    budget, rng = DraftBudget(), random.Random(0)
+    for step in range(300):
+        drafted = 0 if step < 3 else requests * rng.randint(0, 16)
+        budget.verified(requests, drafted, requests * 2, 30e-3 + slope * (requests + drafted))
+    return budget
+
+
+def test_break_even_probability() -> None:
+    probability = budget_at(1.2e-3, 1).allow([8]).min_probability
+    # Steps of 8 draft tokens on average take 40.8 ms and, without drafting time, yield 2 tokens.
+    assert probability == pytest.approx(1.2 * 2 / 40.8, rel=0.15)
+    assert budget_at(0.0, 1).allow([8]).min_probability == pytest.approx(0.0, abs=1e-3)
+
+
+def test_larger_batches_make_tokens_dearer() -> None:
+    small = budget_at(1.2e-3, 1).allow([8]).min_probability
+    large = budget_at(1.2e-3, 8).allow([8] * 8).min_probability
+    assert small is not None
+    assert large is not None
+    assert large > 2 * small
+
+
+def test_no_break_even_is_stated_before_drafts_were_measured() -> None:
+    budget = DraftBudget()
+    for _ in range(100):
+        budget.verified(1, 0, 1, 0.03)
+        assert budget.allow([8]).min_probability is None
+
+
+def test_shares_are_equal_and_no_room_is_lost() -> None:
+    assert shares(8, [8, 8]) == [4, 4]
+    assert shares(5, [8, 8]) == [3, 2]
+    assert shares(5, [8, 8], first=1) == [2, 3]
+    assert shares(9, [2, 0, 8]) == [2, 0, 7]
+    assert shares(99, [2, 0, 8]) == [2, 0, 8]
+    assert shares(1, [0, 0, 8]) == [0, 0, 1]
+    assert shares(3, []) == []

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of drawn drafts: kept for the draft they belong to, used for the rows that are verified."""
+
+import numpy as np
+import torch
+
+from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
+from vllm_spec_ext.engine.verifying.drawn_drafts import (
+    DraftLaws,
+    DrawnDrafts,
+    judge_drawn,
+    judged_rows,
+)
+from vllm_spec_ext.scorers.walk.tree import Walk
+
+
+def drawn(tokens: list[int], vocab: int = 5) -> DraftLaws:
+    return DraftLaws(torch.full((len(tokens), vocab), 1 / vocab), "iid")
+
+
+def test_laws_belong_to_the_draft_that_is_verified() -> None:
+    kept = DrawnDrafts()
+    kept.keep("a", [1, 2, 3], drawn([1, 2, 3]))
+    whole = kept.of("a", [1, 2, 3])
+    assert whole is not None
+    assert whole.probs.shape == (3, 5)
+    cut = kept.of("a", [1, 2])  # by the scheduler
+    assert cut is not None
+    assert cut.probs.shape == (2, 5)
+    assert kept.of("a", [-1, -1]) is None  # vLLM's placeholders
+    assert kept.of("a", []) is None
+    assert kept.of("b", [1]) is None
+
+
+def test_laws_go_with_the_next_draft_and_with_the_request() -> None:
+    kept = DrawnDrafts()
+    kept.keep("a", [1], drawn([1]))
+    kept.keep("b", [1], drawn([1]))
+    kept.keep("a", [1], None)  # chosen this time
+    assert kept.of("a", [1]) is None
+    kept.forget(["b", "unknown"])
+    assert not len(kept)
+
+
+def test_a_tree_that_was_cut_for_room_is_judged_as_far_as_it_was_verified() -> None:
+    batch = DraftBatch.of([[3], [1, 2, -1], []], [None, [-1, -1, 0], None])
+    assert judged_rows(batch, [1]).tolist() == [2, 3, 4]
+    target = torch.zeros(3, 5)
+    target[0, 2] = target[1, 4] = target[2, 4] = 1.0  # after the root comes 2, then 4
+    probs = torch.full((3, 5), 0.2)
+    before = Walk(
+        np.full((3, 3), -1), np.array([[9, -1, -1, -1], [1, 4, -1, -1], [8, -1, -1, -1]]),
+        np.array([0, 1, 0]),
+    )  # fmt: skip
+    walk = judge_drawn(batch, {1: DraftLaws(probs, "iid")}, target, before)
+    assert walk.emitted.tolist() == [[9, -1, -1, -1], [2, 4, -1, -1], [8, -1, -1, -1]]
+    assert walk.accepted[1].tolist() == [1, -1, -1]
+    assert walk.num_accepted.tolist() == [0, 1, 0]
+    assert before.emitted[1].tolist() == [1, 4, -1, -1]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The occurrence index against a search by hand."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_spec_ext.proposers.text_index.occurrence_index import NO_POSITION, Match, OccurrenceIndex
+
+tokens_lists = st.lists(st.integers(0, 3), max_size=60)
+
+
+def ids(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def by_hand(tokens: list[int], suffix: list[int], max_ngram: int, hint: int, own: bool) -> Match:
+    """Try every length, longest first, at every place."""
+    end = len(tokens) - 1 if own else len(tokens)
+    for length in range(min(len(suffix), max_ngram), 0, -1):
+        wanted = suffix[-length:]
+        ends = [i + 1 for i in range(end) if tokens[max(i - length + 1, 0) : i + 1] == wanted]
+        if ends:
+            behind = [place for place in ends if place > hint]
+            return Match(length, len(ends), ends[-1], behind[0] if behind else NO_POSITION)
+    return Match(0, 0, NO_POSITION, NO_POSITION)
+
+
+@given(tokens_lists, tokens_lists, st.integers(1, 20), st.integers(-1, 60))
+@settings(max_examples=400, deadline=None)
+def test_longest_match_in_other_tokens(
+    tokens: list[int], suffix: list[int], max_ngram: int, hint: int
+) -> None:
+    index = OccurrenceIndex()
+    index.append(ids(tokens))
+    found = index.longest(ids(suffix), max_ngram, hint=hint, need_all=True)
+    assert found == by_hand(tokens, suffix, max_ngram, hint, own=False)
+
+
+@given(st.lists(tokens_lists, max_size=6), st.integers(1, 20))
+@settings(max_examples=300, deadline=None)
+def test_longest_match_of_its_own_end_while_it_grows(
+    pieces: list[list[int]], max_ngram: int
+) -> None:
+    """Grown in pieces, past its first capacity; a match may overlap the suffix itself."""
+    index = OccurrenceIndex()
+    tokens: list[int] = []
+    for piece in pieces:
+        index.append(ids(piece))
+        tokens += piece
+        assert index.tokens.tolist() == tokens
+        assert len(index) == len(tokens)
+        found = index.longest(index.tokens[-max_ngram:], max_ngram, need_all=True, own=True)
+        expected = by_hand(tokens, tokens[-max_ngram:], max_ngram, NO_POSITION, own=True)
+        assert found == expected
+
+
+@given(tokens_lists, tokens_lists, st.integers(1, 20))
+@settings(max_examples=300, deadline=None)
+def test_short_walk_agrees_where_it_promises_to(
+    tokens: list[int], suffix: list[int], max_ngram: int
+) -> None:
+    """Without `need_all`: length and latest are exact, count says whether it is unique."""
+    index = OccurrenceIndex()
+    index.append(ids(tokens))
+    found = index.longest(ids(suffix), max_ngram)
+    expected = by_hand(tokens, suffix, max_ngram, NO_POSITION, own=False)
+    assert (found.length, found.latest) == (expected.length, expected.latest)
+    assert min(found.num_places, 2) == min(expected.num_places, 2)
+
+
+def test_large_token_ids_and_growth_keep_every_link() -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 2**31 - 2, 5000).astype(np.int32)
+    index = OccurrenceIndex(16)
+    for start in range(0, len(tokens), 7):
+        index.append(tokens[start : start + 7])
+    for place in (1, 2, 16, 17, 500, 4999):
+        found = index.longest(tokens[:place], 16, need_all=True)
+        assert found.length == min(place, 16)
+        assert found.latest == place
+    assert index.longest(ids([2**31 - 1]), 16).length == 0
+
+
+def test_empty_index_and_empty_suffix() -> None:
+    index = OccurrenceIndex()
+    assert index.longest(ids([1]), 4).length == 0
+    assert index.longest(ids([]), 4, own=True).length == 0
+    index.append(ids([1]))
+    assert index.longest(ids([1]), 4, own=True).length == 0

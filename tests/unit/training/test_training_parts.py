@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the trainer that need no model: prompts, shards, batches, loss, settings, files."""
+
+import errno
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from vllm_spec_ext.errors import SpecExtError, UnknownNameError
+from vllm_spec_ext.training.atomic import DiskFullError, write_bytes
+from vllm_spec_ext.training.batches import IGNORED, BatchPlan, make_batch, split_data
+from vllm_spec_ext.training.blockwise.draft_vocab import DraftProjection, frequent_tokens
+from vllm_spec_ext.training.blockwise.text_copies import TextCopies
+from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
+from vllm_spec_ext.training.flags import parse_command_line
+from vllm_spec_ext.training.prompts import read_prompts
+from vllm_spec_ext.training.record_states import RecordOptions, RecordStates, collect
+from vllm_spec_ext.training.schema import BlockwiseTraining
+from vllm_spec_ext.training.shards import (
+    TokenData,
+    TokenSequence,
+    open_manifest,
+    read_data,
+    shard_path,
+    write_shard,
+)
+from vllm_spec_ext.training.target import Target
+
+
+def make_data(lengths: list[int], prompts: list[int]) -> TokenData:
+    """Sequences of consecutive numbers; sequence i starts with 100 * i."""
+    ids = [100 * i + j for i, length in enumerate(lengths) for j in range(length)]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return TokenData(Path("x"), {}, np.array(ids, np.int32), offsets, np.array(prompts, np.int32))
+
+
+def test_prompts_from_all_shapes(tmp_path: Path) -> None:
+    lines = [{"q": "one", "turns": ["a", "b"]}, {"q": "two", "turns": ["c"]}]
+    text = "\n".join(json.dumps(line) for line in lines) + "\n\n"
+    (tmp_path / "p.jsonl").write_text(text)
+    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "p.txt").write_text("first\n\n second \n")
+    assert read_prompts([tmp_path / "p.jsonl", tmp_path / "p.jsonl.gz"], "q") == ["one", "two"] * 2
+    assert read_prompts([tmp_path / "p.jsonl"], "turns[0]") == ["a", "c"]
+    mixed = [tmp_path / "p.jsonl", tmp_path / "p.txt"]
+    assert read_prompts(mixed, "missing, turns[1],q") == ["b", "two", "first", "second"]
+    some = read_prompts(mixed, "q", limit=2, seed=1)
+    assert len(some) == 2
+    assert some == read_prompts(mixed, "q", limit=2, seed=1)
+    assert read_prompts([tmp_path / "p.txt"], "q") == ["first", "second"]
+    odd = "one\u2028two\u2029three\x85four"  # ends of lines to str.splitlines, not to JSON
+    (tmp_path / "odd.jsonl").write_text(json.dumps({"q": odd}, ensure_ascii=False) + "\n", "utf-8")
+    assert read_prompts([tmp_path / "odd.jsonl"], "q") == [odd]
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "message"),
+    [
+        ('{"q": "x"}\n{"p": "y"}', "q", r"p.jsonl:2: no 'q' in this line; found keys p.*--field"),
+        ('{"q": ["x"]}', "q", r"p.jsonl:1: 'q' is list, expected text"),
+        ('{"q": ["x"]}', "q[3]", r"p.jsonl:1: no 'q\[3\]'"),
+        ('{"q": "x"}\n{"q":', "q", r"p.jsonl:2: not a JSON object"),
+        ("", "q", "no prompts in"),
+    ],
+)
+def test_wrong_prompt_files_name_the_line(
+    tmp_path: Path, content: str, field: str, message: str
+) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(SpecExtError, match=message):
+        read_prompts([tmp_path / "p.jsonl"], field)
+
+
+def test_broken_prompt_files(tmp_path: Path) -> None:
+    with pytest.raises(SpecExtError, match="no such prompt file"):
+        read_prompts([tmp_path / "none.txt"], "q")
+    (tmp_path / "bad.txt").write_bytes(b"fine\n\xff\xfe\n")
+    with pytest.raises(SpecExtError, match=r"bad.txt:2: not UTF-8"):
+        read_prompts([tmp_path / "bad.txt"], "q")
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"fine\n" * 100)[:-12])
+    with pytest.raises(SpecExtError, match=r"cut.txt.gz: damaged gzip"):
+        read_prompts([tmp_path / "cut.txt.gz"], "q")
+
+
+def test_shards_round_trip_and_refusals(tmp_path: Path) -> None:
+    with pytest.raises(SpecExtError, match=r"no manifest.json"):
+        read_data(tmp_path)
+    open_manifest(tmp_path, {"num_shards": 2, "model": "a"})
+    write_shard(shard_path(tmp_path, 0), [TokenSequence([1, 2, 3], 1), TokenSequence([4, 5], 2)])
+    with pytest.raises(SpecExtError, match="1 of 2 shards are missing"):
+        read_data(tmp_path)
+    write_shard(shard_path(tmp_path, 1), [TokenSequence([6, 7, 8, 9], 3)])
+    data = read_data(tmp_path)
+    assert [data.sequence(i).tolist() for i in range(3)] == [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    assert data.prompt_lengths.tolist() == [1, 2, 3]
+    with pytest.raises(SpecExtError, match=r"other settings \(model: 'a' there, 'b' asked\)"):
+        open_manifest(tmp_path, {"num_shards": 2, "model": "b"})
+    manifest = (tmp_path / "manifest.json").read_text()
+    (tmp_path / "manifest.json").write_text('{"num_shards": "one"}')
+    with pytest.raises(SpecExtError, match=r"num_shards is 'one', expected a number"):
+        read_data(tmp_path)
+    (tmp_path / "manifest.json").write_text(manifest)
+    path = shard_path(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(SpecExtError, match="is damaged"):
+        read_data(tmp_path)
+
+
+def test_a_full_disk_leaves_the_former_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state"
+    write_bytes(path, b"before")
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskFullError, match=r"disk full while writing .*state"):
+        write_bytes(path, b"after")
+    assert path.read_bytes() == b"before"
+    assert [p.name for p in tmp_path.iterdir()] == ["state"]
+
+
+def test_batch_positions_and_targets() -> None:
+    data = make_data([6, 4], [2, 1])
+    batch = make_batch(data, np.array([0, 1]), 3, max_length=100)
+    assert batch.token_ids.tolist() == [[0, 1, 2, 3, 4, 5], [100, 101, 102, 103, 0, 0]]
+    assert batch.rows.tolist() == [0, 0, 0, 1, 1]
+    assert batch.columns.tolist() == [1, 2, 3, 0, 1]
+    assert batch.next_tokens.tolist() == [2, 3, 4, 101, 102]
+    gone = IGNORED
+    assert batch.targets.tolist() == [
+        [3, 4, 5],
+        [4, 5, gone],
+        [5, gone, gone],
+        [102, 103, gone],
+        [103, gone, gone],
+    ]
+
+
+def test_heads_are_shown_copies_of_the_text_before_them(tmp_path: Path) -> None:
+    """The copy may use x_{t+1}, which the engine knows then, and nothing behind it."""
+    text = [5, 1, 2, 3, 4, 1, 2, 8, 1, 2, 3]
+    data = TokenData(
+        tmp_path,
+        {},
+        np.array(text, np.int32),
+        np.array([0, len(text)], np.int64),
+        np.array([4], np.int32),
+    )
+    batch = make_batch(data, np.array([0]), 2, max_length=100, copies=TextCopies(data, 4, 2))
+    assert batch.columns.tolist() == [3, 4, 5, 6, 7, 8]
+    assert batch.copied is not None
+    assert batch.copied_length is not None
+    # x_{t+1} is 4, 1, 2, 8, 1, 2.
+    assert batch.copied_length.tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch.copied.tolist() == [[0, 0], [2, 3], [3, 4], [0, 0], [2, 8], [8, 1]]
+    plain = make_batch(data, np.array([0]), 2, max_length=100)
+    assert plain.copied is None
+    assert torch.equal(plain.targets, batch.targets)
+
+
+def test_frequent_tokens_of_the_continuations() -> None:
+    ids = np.array([9, 9, 9, 4, 4, 5, 6, 4, 7, 8, 8, 5], np.int32)
+    data = TokenData(Path(), {}, ids, np.array([0, 8, 12]), np.array([3, 1], np.int32))
+    # Without the prompts: 4 x3, 5 x2, 8 x2, 6 x1.
+    assert frequent_tokens(data, range(2), 3, 20).tolist() == [4, 5, 8]
+    assert frequent_tokens(data, range(2), 4, 20).tolist() == [4, 5, 6, 8]
+    assert len(frequent_tokens(data, range(2), 99, 20)) == 20
+
+
+def test_draft_projection_is_the_targets_own_where_it_counts() -> None:
+    head = torch.nn.Linear(4, 10)
+
+    class Stub:
+        vocab_size = 10
+        device = torch.device("cpu")
+        _head = head
+        project = staticmethod(head)
+        project_to = Target.project_to
+
+    states = torch.randn(3, 4)
+    listed = torch.tensor([1, 4, 9], dtype=torch.int32)
+    some = DraftProjection(Stub(), listed)  # type: ignore[arg-type]
+    assert torch.allclose(some(states), head(states)[:, listed.long()])
+    tokens = torch.tensor([9, 2, IGNORED, 1])
+    assert some.places(tokens).tolist() == [2, IGNORED, IGNORED, 0]
+    every = DraftProjection(Stub(), None)  # type: ignore[arg-type]
+    assert torch.equal(every(states), head(states))
+    assert every.places(tokens) is tokens
+
+
+def test_plan_is_a_function_of_the_step_and_covers_every_epoch() -> None:
+    data = make_data([8 + i % 5 for i in range(50)], [2] * 50)
+    split = split_data(data, 100, num_held_out=3, seed=4)
+    assert len(split.held_out) == 3
+    assert not set(split.held_out) & set(split.train)
+    plan = BatchPlan(data, split.train, 2, 8, 100, 3, seed=4)
+    assert plan.batches_per_epoch == 6
+    for epoch in range(2):
+        steps = range(epoch * 6, epoch * 6 + 6)
+        seen = sorted(int(i) for step in steps for i in plan.batch(step).sequences)
+        assert seen == split.train.tolist()
+    sizes = [len(plan.batch(step).rows) for step in range(plan.batches_per_epoch)]
+    assert plan.mean_positions == np.mean(sizes)
+    again = BatchPlan(data, split.train, 2, 8, 100, 3, seed=4)
+    assert torch.equal(plan.batch(9).columns, again.batch(9).columns)
+    assert plan.batch(9).columns.shape[0] <= 8 * 3
+
+
+def test_copies_of_a_text_are_on_one_side() -> None:
+    """Held-out text that was trained on would be known by heart."""
+    texts = make_data([6] * 40, [2] * 40)
+    copied = [i % 8 for i in range(40)]
+    ids = np.concatenate([texts.sequence(i) for i in copied])
+    data = TokenData(texts.folder, {}, ids, texts.offsets, texts.prompt_lengths)
+    split = split_data(data, 100, num_held_out=3, seed=4)
+    assert len(split.train) + len(split.held_out) == 40
+    held_out = {copied[i] for i in split.held_out}
+    assert held_out.isdisjoint(copied[i] for i in split.train)
+    assert len(split.held_out) == 5 * len(held_out) == 5
+    # Texts that are all different are split as they always were: a saved run can be resumed.
+    plain = split_data(texts, 100, num_held_out=3, seed=4)
+    order = np.random.default_rng([4, 0]).permutation(np.arange(40))
+    assert plain.held_out.tolist() == sorted(order[:3].tolist())
+    assert plain.train.tolist() == sorted(order[3:].tolist())
+    same = TokenData(
+        texts.folder, {}, np.tile(texts.sequence(0), 40), texts.offsets, texts.prompt_lengths
+    )
+    with pytest.raises(SpecExtError, match=r"40 of 40 sequences .* 1 of them different"):
+        split_data(same, 100, 3, 4)
+
+
+def test_recordings_are_complete_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.arange(12, dtype=np.float32).reshape(3, 4)
+    rows.tofile(tmp_path / "7-abc.f32")
+    assert np.array_equal(collect(tmp_path, "7", 3, 4), rows)
+    with pytest.raises(SpecExtError, match="recorded no hidden states for request 7"):
+        collect(tmp_path, "7", 3, 4)
+    rows[:, :2].tofile(tmp_path / "7.f32")  # cut short: fewer numbers, but a multiple of 3
+    with pytest.raises(SpecExtError, match="holds 6 numbers, expected 3 states of 4"):
+        collect(tmp_path, "7", 3, 4)
+    recorder = RecordStates(RecordOptions(folder=str(tmp_path)))
+    recorder._rows["8"] = [rows[0]]
+
+    def full(self: Path, mode: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(DiskFullError, match=r"disk full while writing .*8.f32"):
+        recorder.finish(["8"])
+
+
+def test_data_too_short_to_learn_from() -> None:
+    with pytest.raises(SpecExtError, match="1 of 3 sequences have two tokens after their prompt"):
+        split_data(make_data([4, 4, 4], [4, 2, 3]), 100, 10, 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_chunked_loss_equals_the_plain_one(chunk: int) -> None:
+    torch.manual_seed(0)
+    head = torch.nn.Linear(4, 9, bias=False)
+    source = torch.randn(7, 4, requires_grad=True)
+    targets = torch.tensor([1, 2, IGNORED, 4, 5, IGNORED, 8])
+    plain = functional.cross_entropy(head(source * 2), targets, ignore_index=IGNORED)
+    expected, expected_weight = torch.autograd.grad(plain, (source, head.weight))
+    total, correct, count = backward_cross_entropy(source * 2, targets, head, chunk)
+    assert count == 5
+    assert total.item() / count == pytest.approx(plain.item(), rel=1e-5)
+    assert correct.item() == (head(source * 2).argmax(-1) == targets).sum().item()
+    torch.testing.assert_close(source.grad, expected)
+    torch.testing.assert_close(head.weight.grad, expected_weight)
+
+
+def parse(*arguments: str) -> BlockwiseTraining:
+    """Settings of a command line."""
+    return parse_command_line(BlockwiseTraining, arguments, "train", "")
+
+
+def test_settings_from_flags_and_file(tmp_path: Path) -> None:
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps({"model": "m", "out": "heads", "num-heads": 6, "loss": "all"}))
+    parsed = parse("--config", str(config), "--num-heads", "2", "--no-condition-on-next")
+    assert (parsed.num_heads, parsed.loss, parsed.condition_on_next) == (2, "all", False)
+    assert parsed.data_folder == Path("heads.run/data")
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text("model: m\nout: heads\nprompts: [a.txt, b.txt]\n")
+    assert parse("--config", str(yaml)).prompts == [Path("a.txt"), Path("b.txt")]
+    yaml.write_text("model: m\nout: ~/heads\ndata: ~/data\nprompts: a.txt\n")
+    one = parse("--config", str(yaml))
+    assert one.prompts == [Path("a.txt")]
+    assert (one.out, one.data_folder) == (Path.home() / "heads", Path.home() / "data")
+    yaml.write_bytes("model: é\n".encode("latin-1"))
+    with pytest.raises(SpecExtError, match=r"run.yaml is not UTF-8 text"):
+        parse("--config", str(yaml))
+    paper = parse("--model", "m", "--out", "h", "--preset", "paper", "--loss", "all")
+    assert (paper.condition_on_next, paper.block_diagonal, paper.loss) == (False, False, "all")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "h"], "needs --model"),
+        (["--model", "m", "--out", "h", "--num-heads", "0"], "num_heads.*found '0'"),
+        (["--model", "m", "--out", "h", "--loss", "some"], "loss.*found 'some'"),
+        (["--model", "m", "--out", "h", "--raw-text", "--temperature", "1"], "temperature has no"),
+        (["--config", "nowhere.json"], "cannot read the config file"),
+        (["--model", "m", "--out", "h", "--epochs", "inf"], "epochs.*found 'inf'"),
+        (["--model", "m", "--out", "h", "--clip", "nan"], "clip.*found 'nan'"),
+        (["--model", "m", "--out", "h", "--raw-text", "--chat", "always"], "without a chat temp"),
+        (["--model", "m", "--out", "h", "--push-to-hub", "a b/c"], "push_to_hub.*'a b/c'"),
+        (["--model", "m", "--out", "h", "--push-to-hub", "heads"], "expected 'user/name'"),
+        (
+            ["--model", "m", "--out", "h", "--push-to-hub", "a/b", "--stage", "eval"],
+            "makes no heads that push_to_hub could upload",
+        ),
+        (["--model", "m", "--out", "."], "name a folder for the heads"),
+        (["--model", "m", "--out", "/"], "name a folder for the heads"),
+    ],
+)
+def test_bad_settings(arguments: list[str], message: str) -> None:
+    with pytest.raises(SpecExtError, match=message):
+        parse(*arguments)
+
+
+def test_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text('{"model": "m", "out": "h", "num_head": 3}')
+    with pytest.raises(UnknownNameError, match="Did you mean 'num_heads'"):
+        parse("--config", str(tmp_path / "c.json"))
+
+
+def run_python(code: str) -> None:
+    """Run code in a new process that finds this package; it must succeed."""
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
+
+
+def test_training_imports_neither_vllm_nor_numba_nor_a_command_line_framework() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('vllm', 'typer', 'rich', 'numba'): sys.modules[name] = None\n"
+        "import vllm_spec_ext.training.blockwise, vllm_spec_ext.training.dry_run\n"
+        "assert not any(name.startswith('vllm_spec_ext.cli') for name in sys.modules)\n"
+    )
+    run_python(code)
+
+
+def test_copies_are_found_without_numba() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['numba'] = None\n"
+        "import numpy as np\n"
+        "from vllm_spec_ext.proposers.text_index.copied_tokens import copied_tokens\n"
+        "from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex\n"
+        "index = OccurrenceIndex()\n"
+        "index.append(np.array([1, 2, 3, 4, 1, 2], np.int32))\n"
+        "assert copied_tokens(index, 8, 2).tokens.tolist() == [3, 4]\n"
+    )
+    run_python(code)
+
+
+def test_a_numba_that_cannot_work_here_is_an_error(tmp_path: Path) -> None:
+    """Interpreted loops would serve, a hundred times slower, and say nothing."""
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less')")
+    code = "import vllm_spec_ext.proposers.text_index.occurrence_kernels"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(
+        command, env=environment, timeout=60, capture_output=True, text=True, check=False
+    )
+    assert run.returncode != 0
+    assert "Numba needs NumPy 2.4 or less" in run.stderr
+
+
+def test_numba_stays_unloaded_until_it_is_needed() -> None:
+    # vLLM's CPU worker cannot start in a process that has loaded it.
+    code = (
+        "import sys, vllm_spec_ext.training.blockwise, vllm_spec_ext.proposers.blockwise\n"
+        "assert 'numba' not in sys.modules\n"
+    )
+    run_python(code)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much the next step may draft, so that drafting never costs more than a little.
+
+A ledger in plain decoding steps. A step earns the steps that its accepted tokens save, and costs
+what verification and drafting add to a plain step. The balance is limited above, so what was
+earned long ago covers no loss now, and it is refilled a little in each step. A draft is allowed if
+the balance covers the next step even when all of it is rejected. Hence, over any n steps, drafting
+loses at most ``_CAPACITY + _REFILL * n`` plain steps, in a fresh engine ``_START + _REFILL * n``.
+A fresh engine starts with few draft tokens and allows more as they earn; a method that loses is
+stopped, and tried again each time the balance has been refilled.
+
+No clock here: times are given.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_spec_ext.engine.drafting.step_costs import CostEstimate, StepCosts
+
+_START = 0.6  # plain steps: what a fresh engine may lose, _REFILL aside
+_CAPACITY = 2.1
+_LOWEST = -2.0  # after costs that nobody could foresee; or drafting would stop for too long
+_REFILL = 0.006  # plain steps a step
+_SAME_UNIT = 0.8  # plain times whose ratio is nearer to one count alike
+_CAUTION = 1.5  # standard errors that estimated costs are raised by
+_MIN_STEPS = 3  # steps with drafts before a token's cost is a measured one
+
+_FIRST_DRAFTING = 0.1  # drafting of a step in plain steps, before it was measured
+_PAUSE = 4.0  # times the usual drafting time; the rest is a pause
+_FIRST_PAUSE = 0.5  # plain steps; the same before anything is usual
+
+_MOST_ASKED = 8  # times that a plain step is asked for in vain: all steps may have prefill
+_SELDOM, _OFTEN = 64, 10  # steps from one plain step to the next while the method drafts always
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What the next step may draft."""
+
+    max_tokens: int | None
+    """Draft tokens of all requests together; None = no limit."""
+    min_probability: float | None
+    """Acceptance probability below which a token costs more than it saves; None = not known."""
+    reason: str
+
+
+UNLIMITED = Allowance(None, None, "adaptive_length is off")
+
+
+def shares(max_tokens: int, rooms: Sequence[int], first: int = 0) -> list[int]:
+    """Divide draft tokens among requests: equally, as far as each has room.
+
+    Args:
+        max_tokens: All together.
+        rooms: [num_requests] most tokens of each request.
+        first: Request that the remainder begins with.
+    """
+    given = [0] * len(rooms)
+    order = [(first + i) % len(rooms) for i in range(len(rooms))]
+    while max_tokens > 0:
+        open_rows = [row for row in order if given[row] < rooms[row]]
+        if not open_rows:
+            break
+        each = max(1, max_tokens // len(open_rows))
+        for row in open_rows:
+            added = min(each, rooms[row] - given[row], max_tokens)
+            given[row] += added
+            max_tokens -= added
+    return given
+
+
+class DraftBudget:
+    """The ledger of one engine."""
+
+    def __init__(self) -> None:
+        """Start with the small balance of a fresh engine."""
+        self.balance = _START
+        self.costs = StepCosts()
+        self._drafting: dict[tuple[str, int], float] = {}  # usual seconds by method, size class
+        self._plain_s: float | None = None  # at the size of the last step
+        self._unit_s = 0.0  # seconds of the plain step that the balance counts in
+        self._size_class = 0
+        self._drafting_allowed = False
+        self._since_plain = 0
+        self._asked_plain = 0
+        self._gain = 0.0  # running mean of what a step with drafts earns, drafting included
+        self._emitted = self._requests = self._verified = 0.0  # running sums
+
+    def verified(
+        self, num_requests: int, num_drafted: int, num_emitted: int, seconds: float | None
+    ) -> None:
+        """Count what a step gave and what verification took.
+
+        Args:
+            num_requests: Requests that got tokens.
+            num_drafted: Draft tokens of all requests that were verified.
+            num_emitted: Tokens of the step, bonus tokens included.
+            seconds: The step up to here; None if it had prefill tokens, too.
+        """
+        if num_requests < 1:
+            return
+        self._emitted = 0.97 * self._emitted + num_emitted
+        self._requests = 0.97 * self._requests + num_requests
+        self._verified = 0.97 * self._verified + num_drafted
+        if seconds is not None:
+            self.costs.observe(num_requests, num_drafted, seconds)
+            self._since_plain = self._since_plain + 1 if num_drafted else 0
+            if not num_drafted:
+                self._asked_plain = 0
+        found = self.costs.estimate(num_requests)
+        if found is None:
+            return
+        self._plain_s, self._size_class = found.plain_s, num_requests.bit_length()
+        self._count_in(found.plain_s)
+        change = _REFILL
+        if num_drafted:
+            gain = num_emitted / num_requests - 1.0 - _careful(found, num_drafted)
+            self._gain += 0.1 * (gain - self._gain)
+            change += gain
+        self._change(change)
+
+    def drafted(self, seconds: Mapping[str, float]) -> None:
+        """Count what drafting took after that, by method."""
+        if self._plain_s is None:
+            return
+        for method, taken in seconds.items():
+            key = method, self._size_class
+            usual = self._drafting.get(key)
+            pause = _FIRST_PAUSE * self._plain_s if usual is None else _PAUSE * usual
+            counted = min(taken, max(pause, 0.01 * self._plain_s))
+            if self._drafting_allowed:
+                weight = 1.0 if usual is None else 0.2
+                self._drafting[key] = (1 - weight) * (usual or 0.0) + weight * counted
+            self._gain -= 0.1 * counted / self._plain_s
+            self._change(-counted / self._plain_s)
+
+    def allow(self, rooms: Sequence[int]) -> Allowance:
+        """Decide on the next drafts.
+
+        Args:
+            rooms: [num_requests] draft tokens that each request has room for; 0 = none.
+        """
+        allowance = self._decide(rooms)
+        self._drafting_allowed = allowance.max_tokens != 0 and any(rooms)
+        return allowance
+
+    def _decide(self, rooms: Sequence[int]) -> Allowance:
+        total, num_requests = sum(rooms), len(rooms)
+        found = self.costs.estimate(num_requests) if num_requests else None
+        if found is None:
+            return Allowance(0, None, "measuring plain steps first")
+        if self.costs.needs_plain(num_requests) and self._asked_plain < _MOST_ASKED:
+            self._asked_plain += 1
+            return Allowance(0, None, f"measuring plain steps with {num_requests} requests")
+        drafting = self._usual_drafting(num_requests, found.plain_s)
+        probability = self._break_even(found, num_requests, drafting)
+        interval = min(_SELDOM, max(_OFTEN, int(200 * self._gain)))
+        if self._since_plain >= interval:
+            self._since_plain = 0
+            return Allowance(0, probability, "a plain step, to compare with")
+        if not total or _careful(found, total) + drafting <= self.balance:
+            return Allowance(None, probability, f"the balance is {self.balance:.2f} plain steps")
+        affordable = self._affordable(found, total, self.balance - drafting)
+        least = self._least(found, num_requests, total, drafting)
+        if affordable < least:
+            return Allowance(
+                0,
+                probability,
+                f"drafts lost time; balance {self.balance:.2f} plain steps, too little to try "
+                f"{least} tokens",
+            )
+        return Allowance(
+            affordable, probability, f"no more for a balance of {self.balance:.2f} plain steps"
+        )
+
+    def _count_in(self, plain_s: float) -> None:
+        """Go over to plain steps of another length, where another batch size has one.
+
+        Neither what may still be lost nor what is missing to the capacity gets smaller in seconds:
+        a loss of long steps counts for more in a window of short ones, and short steps are no
+        reason to lose long ones.
+        """
+        ratio = self._unit_s / plain_s
+        if _SAME_UNIT < ratio < 1 / _SAME_UNIT:
+            return
+        self._unit_s = plain_s
+        if ratio > 0.0:
+            missing = _CAPACITY - self.balance
+            self._change(min(0.0, self.balance * (ratio - 1), missing * (1 - ratio)))
+
+    def _change(self, change: float) -> None:
+        self.balance = min(_CAPACITY, max(_LOWEST, self.balance + change))
+
+    def _usual_drafting(self, num_requests: int, plain_s: float) -> float:
+        """Drafting of all methods in plain steps."""
+        size_class = num_requests.bit_length()
+        found: dict[str, tuple[int, float]] = {}  # by method, of the nearest size
+        for (method, known), seconds in self._drafting.items():
+            distance = abs(known - size_class)
+            if method not in found or distance < found[method][0]:
+                found[method] = distance, seconds
+        if not found:
+            return _FIRST_DRAFTING
+        return sum(seconds for _, seconds in found.values()) / plain_s
+
+    def _break_even(self, found: CostEstimate, num_requests: int, drafting: float) -> float | None:
+        """A token accepted with probability p adds p to the yield, and its cost to the time."""
+        if found.num_measured < _MIN_STEPS:
+            return None
+        num_drafted = round(self._verified / self._requests * num_requests)
+        emitted = self._emitted / self._requests * num_requests
+        seconds = 1.0 + found.extra(num_drafted) + drafting  # in plain steps
+        return min(1.0, found.per_token * emitted / seconds)
+
+    @staticmethod
+    def _affordable(found: CostEstimate, most: int, balance: float) -> int:
+        """Most draft tokens whose verification the balance covers."""
+        low, high = 0, most  # low is affordable
+        while low < high:
+            middle = (low + high + 1) // 2
+            if _careful(found, middle) <= balance:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    @staticmethod
+    def _least(found: CostEstimate, num_requests: int, total: int, drafting: float) -> int:
+        """Fewest draft tokens that can earn twice what any draft costs.
+
+        Fewer of them would say nothing: they lose time even if all are accepted.
+        """
+        per_token = found.per_token
+        fixed = max(0.0, found.extra(1) - per_token) + drafting
+        earned = 1.0 / num_requests - per_token
+        least = int(2.0 * fixed / earned) + 1 if earned > 0.0 else num_requests
+        reachable = DraftBudget._affordable(found, total, 0.8 * _CAPACITY - drafting)
+        return max(1, min(least, total, reachable))
+
+
+def _careful(found: CostEstimate, num_drafted: int) -> float:
+    """Cost of verification, rather too high than too low; in plain steps."""
+    return found.extra(num_drafted) + _CAUTION * found.error(num_drafted)

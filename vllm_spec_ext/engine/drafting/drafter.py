@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM builds as its ``custom_class`` proposer: holds ours and keeps its books."""
+
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_spec_ext.engine.drafting.barrier import Barrier
+from vllm_spec_ext.engine.drafting.ranks import Ranks
+from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
+from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
+from vllm_spec_ext.engine.watching.shared_counters import CounterWriter
+from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import (
+    BaseProposer,
+    Draft,
+    EngineHandle,
+    StepContext,
+    StepOutcome,
+)
+from vllm_spec_ext.scorers.walk.multi_step import warm_up as warm_up_multi_step
+from vllm_spec_ext.scorers.walk.tree import warm_up as warm_up_walk
+
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
+
+logger = logging.getLogger("vllm.spec_ext")
+
+_MAX_TIMINGS = 100_000
+_MAX_TREES = 16  # requests that may draft branches in the same step before trees get smaller
+
+
+def num_scratch_blocks(tree: bool, num_draft_tokens: int, max_num_seqs: int) -> int:
+    """KV blocks set aside for the branches of draft trees.
+
+    A segment of a tree needs one block, two if it crosses a block border, and a tree rarely has
+    more than half as many segments as nodes. Where the blocks do not suffice, trees are cut.
+    """
+    return min(max_num_seqs, _MAX_TREES) * num_draft_tokens if tree else 0
+
+
+def _close(proposer: BaseProposer) -> None:
+    """Let a proposer save what it keeps; those of third parties need no such method."""
+    close = getattr(proposer, "close", None)
+    if close is None:
+        return
+    try:
+        close()
+    except Exception:  # the engine ends, or goes on with a fresh proposer, all the same
+        logger.exception("vllm-spec-ext: a proposer could not be closed")
+
+
+class Drafter:
+    """Owns the proposer of one engine; the runner mixin is its only caller.
+
+    With tensor parallelism rank 0 alone has a proposer, see :mod:`.ranks`.
+    """
+
+    ranks: Ranks
+    _engine: EngineHandle
+    _barrier: Barrier
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        """Called by vLLM's ``create_custom_proposer`` while the runner is being built."""
+        spec_config = vllm_config.speculative_config
+        assert isinstance(spec_config, SpecExtConfig)
+        settings = spec_config.spec_ext
+        self._vllm_config = vllm_config
+        self._settings = settings
+        self.info = registry.info(settings.method)
+        self._num_draft_tokens = spec_config.num_speculative_tokens
+        self._proposer = self._new_proposer()
+        self._close_proposer: weakref.finalize[Any, Any] | None = None
+        self.needs = self._proposer.needs
+        self.num_scratch_blocks = num_scratch_blocks(
+            self.info.tree,
+            self._num_draft_tokens,
+            vllm_config.scheduler_config.max_num_seqs,
+        )
+        self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
+        parallel = vllm_config.parallel_config
+        self._is_first_process = parallel.rank == 0 and parallel.data_parallel_index == 0
+        folder = settings.counter_folder if parallel.rank == 0 else None
+        self._counters = CounterWriter(folder, parallel.data_parallel_index)
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Called by vLLM once the target's weights are loaded."""
+        model = self._vllm_config.model_config
+        device = next(target_model.parameters()).device
+        self.ranks = Ranks(get_tp_group(), device)
+        self._engine = EngineHandle(
+            vocab_size=model.get_vocab_size(),
+            max_model_len=model.max_model_len,
+            max_num_seqs=self._vllm_config.scheduler_config.max_num_seqs,
+            num_speculative_tokens=self._num_draft_tokens,
+            model=model.model,
+            load_tokenizer=partial(load_tokenizer, self._vllm_config.model_config),
+            target=self.ranks.share_target(target_model),
+            device=device,
+            may_write_files=self._is_first_process,
+        )
+        self._barrier = Barrier(self.info.name, self._engine.vocab_size)
+        self.ranks.lead(self._start_proposer)
+        warm_up_walk()
+        if self.needs.distributions:
+            warm_up_multi_step()
+        if not self.ranks.leads:
+            return
+        logger.info(
+            "vllm-spec-ext: method %s, up to %d draft tokens a step, %s, drafts %s",
+            self.info.name,
+            self._num_draft_tokens,
+            "lossless" if self._settings.lossless else f"NOT lossless ({self._settings.rule})",
+            "trees" if self.info.tree else "chains",
+        )
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """vLLM checks that this exists; the runner mixin calls :meth:`draft` instead."""
+        raise RuntimeError(
+            "vllm-spec-ext: the engine runs without this plugin's worker class; "
+            "leave --worker-cls out and start it again"
+        )
+
+    def draft(self, step: StepContext, outcomes: Sequence[StepOutcome]) -> list[Draft]:
+        """Report the last outcomes, then ask for drafts; on rank 0 only.
+
+        Returns:
+            One draft a request that the engine can schedule, whatever the proposer did.
+        """
+        start = time.perf_counter()
+        refused_before = self._barrier.num_refused
+        self._barrier.call("observe", lambda: self._proposer.observe(outcomes), None)
+        drafts = self._barrier.drafts(self._proposer.propose, step) if step.requests else []
+        elapsed_us = (time.perf_counter() - start) * 1e6
+        self.propose_us.append(elapsed_us)
+        self._count(step, outcomes, drafts, self._barrier.num_refused - refused_before)
+        self._counters.time(elapsed_us)
+        return drafts
+
+    def _count(
+        self,
+        step: StepContext,
+        outcomes: Sequence[StepOutcome],
+        drafts: Sequence[Draft],
+        num_refused: int,
+    ) -> None:
+        decoded = [  # not the prefill's step, which gives one token anyway
+            request
+            for request in step.requests
+            if request.num_output_tokens > len(request.new_tokens)
+        ]
+        # The drafts made now are of the next step, which a request's last one never has.
+        judged = {outcome.request_id for outcome in outcomes}
+        self._counters.add(
+            steps=len(decoded),
+            emitted_tokens=sum(len(request.new_tokens) for request in decoded),
+            empty_drafts=sum(request.request_id not in judged for request in decoded),
+            verified_drafts=len(judged),
+            drafted_nodes=sum(map(len, drafts)),
+            verified_nodes=sum(outcome.num_drafted for outcome in outcomes),
+            accepted_nodes=sum(outcome.num_accepted for outcome in outcomes),
+            branching_drafts=sum(draft.parents is not None for draft in drafts),
+            refused_drafts=num_refused,
+        )
+
+    def count_held_back(self, num_requests: int) -> None:
+        """Count requests that may draft less than they have room for, to save time."""
+        self._counters.add(held_back=num_requests)
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """Free the proposer's state of these requests."""
+        if self.ranks.leads:
+            self._barrier.call("finish", lambda: self._proposer.finish(request_ids), None)
+
+    def reset(self) -> None:
+        """Forget everything learned from requests: a fresh proposer, warmed up anew.
+
+        As after a restart: what the old one saved when it was closed, the new one may read.
+        """
+        self.close()
+        self._proposer = self._new_proposer()
+        self.ranks.lead(self._start_proposer)
+
+    def close(self) -> None:
+        """End the proposer's life; calls after the first do nothing."""
+        if self._close_proposer is not None:
+            self._close_proposer()
+
+    def _new_proposer(self) -> BaseProposer:
+        return registry.load(self._settings.method)(self._settings.options)
+
+    def _start_proposer(self) -> tuple[None, list[torch.Tensor]]:
+        self._proposer.start(self._engine)
+        # Where nobody calls close(), when this object goes or the interpreter ends.
+        self._close_proposer = weakref.finalize(self, _close, self._proposer)
+        return None, []

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where requests enter: their options are checked before they reach the engine.
+
+vLLM 0.32 has no hook for checking ``extra_args`` against the prompt, so once a configuration asks
+for our methods ``InputProcessor.process_inputs`` of the front end is wrapped. A server calls that
+on its event loop, where a long source text would let all other clients wait; so
+``AsyncLLM.add_request`` is wrapped too, and resolves the options on a thread first.
+"""
+
+import asyncio
+import copy
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from vllm_spec_ext.engine.requests.options import (
+    KEY,
+    ResolvedOptions,
+    has_options,
+    resolve,
+    share_group,
+    with_share_group,
+)
+from vllm_spec_ext.errors import RequestOptionError
+from vllm_spec_ext.proposers.base import RequestFacts
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_spec_ext.engine.starting.spec_config import MethodSettings
+
+_WRAPPED_BY = "_spec_ext_wrapped"
+
+# One thread of our own: requests with long options wait for each other, and never let requests
+# without any wait for vLLM's tokeniser threads. vLLM's tokenizers may be used by several threads.
+_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spec-ext-options")
+
+
+def install_request_validation() -> None:
+    """Wrap the two functions of this process, once."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    if not getattr(InputProcessor.process_inputs, _WRAPPED_BY, False):
+        InputProcessor.process_inputs = _checking(InputProcessor.process_inputs)
+    if not getattr(AsyncLLM.add_request, _WRAPPED_BY, False):
+        AsyncLLM.add_request = _resolving_first(AsyncLLM.add_request)
+
+
+def _checking(original: Any) -> Any:
+    """``process_inputs`` that checks our options, unless that was done already."""
+
+    @functools.wraps(original)
+    def process_inputs(self: "InputProcessor", *args: Any, **kwargs: Any) -> Any:
+        request: EngineCoreRequest = original(self, *args, **kwargs)
+        settings, params = _settings(self), request.sampling_params
+        if settings is None or params is None:  # not our engine, or pooling
+            return request
+        # `params` is the request's own copy here; the caller's object stays as it was.
+        if _is_unresolved(self, params):
+            params.extra_args = _resolve(self, params, request.prompt_token_ids or [])
+        group = share_group(request.cache_salt, settings.share_unsalted)
+        params.extra_args = with_share_group(params.extra_args, group)
+        return request
+
+    setattr(process_inputs, _WRAPPED_BY, True)
+    return process_inputs
+
+
+def _resolving_first(original: Any) -> Any:
+    """``add_request`` that resolves the options of a rendered prompt on our thread.
+
+    vLLM processes a prompt that is not rendered yet on a thread of its own, our part included.
+    """
+
+    @functools.wraps(original)
+    async def add_request(
+        self: "AsyncLLM", request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        processor = self.input_processor
+        token_ids = _rendered_token_ids(prompt)
+        if (
+            token_ids is not None
+            and _is_unresolved(processor, params)
+            and _is_acceptable(token_ids, processor.model_config.max_model_len)
+        ):
+            loop = asyncio.get_running_loop()
+            params = await loop.run_in_executor(
+                _thread, _with_resolved_options, processor, params, token_ids
+            )
+        return await original(self, request_id, prompt, params, *args, **kwargs)
+
+    setattr(add_request, _WRAPPED_BY, True)
+    return add_request
+
+
+def _rendered_token_ids(prompt: Any) -> list[int] | None:
+    if isinstance(prompt, dict) and "type" in prompt:
+        return prompt.get("prompt_token_ids")
+    return None
+
+
+def _settings(processor: "InputProcessor") -> "MethodSettings | None":
+    """Ours, if the engine runs one of our methods."""
+    from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
+
+    config = processor.speculative_config
+    return config.spec_ext if isinstance(config, SpecExtConfig) else None
+
+
+def _is_unresolved(processor: "InputProcessor", params: object) -> bool:
+    from vllm.sampling_params import SamplingParams
+
+    if not isinstance(params, SamplingParams) or _settings(processor) is None:
+        return False
+    given = params.extra_args or {}
+    return has_options(given) and not isinstance(given.get(KEY), ResolvedOptions)
+
+
+def _is_acceptable(token_ids: list[int], max_model_len: int) -> bool:
+    """False for a prompt that vLLM is about to refuse, whatever its options are."""
+    return 0 < len(token_ids) < max_model_len and 0 <= min(token_ids) <= max(token_ids) < 2**31
+
+
+def _with_resolved_options(
+    processor: "InputProcessor", params: "SamplingParams", token_ids: list[int]
+) -> "SamplingParams":
+    own = copy.copy(params)  # the caller's object stays as it was
+    own.extra_args = _resolve(processor, params, token_ids)
+    return own
+
+
+def _resolve(
+    processor: "InputProcessor", params: "SamplingParams", token_ids: list[int]
+) -> dict[str, Any]:
+    from vllm.exceptions import VLLMValidationError
+
+    model = processor.model_config
+    facts = RequestFacts(
+        prompt=np.asarray(token_ids, np.int32),
+        vocab_size=model.get_vocab_size(),
+        max_model_len=model.max_model_len,
+        tokenizer=processor.tokenizer,
+    )
+    try:
+        settings = cast("MethodSettings", _settings(processor))
+        return resolve(settings, params.extra_args, facts)
+    except RequestOptionError as error:
+        raise VLLMValidationError(str(error), parameter=error.parameter) from error

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the user's JSON to the configuration object that vLLM carries into every process.
+
+Inside vLLM our methods are its official ``custom_class`` (vLLM 0.32
+``SpeculativeConfig.__post_init__``), which makes it take the V1 runner, leave asynchronous
+scheduling off and build our drafter itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, SerializeAsAny, SkipValidation
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+
+from vllm_spec_ext import compat
+from vllm_spec_ext.engine.requests.door import install_request_validation
+from vllm_spec_ext.engine.starting.limits import (
+    MAX_DRAFT_TOKENS,
+    refuse_processed_logprobs,
+    refuse_unsupported,
+    worker_class,
+)
+from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
+from vllm_spec_ext.engine.watching.metrics import publish
+from vllm_spec_ext.engine.watching.shared_counters import make_folder
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import MethodOptions, parse_options, unknown_option
+from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import ProposerInfo, TargetFacts
+from vllm_spec_ext.scorers.options import ScorerOptions
+from vllm_spec_ext.scorers.parse import check_rule, is_strict, parse_rule
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+    from vllm.config.parallel import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+DRAFTER_CLASS = "vllm_spec_ext.engine.drafting.drafter.Drafter"
+
+# vLLM's own speculative options that mean the same for our methods.
+VLLM_OPTIONS = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size")
+
+# Ours, for every method: the acceptance rule, and the consent that a lossy one needs.
+RULE_OPTIONS = ("scorer", "allow_lossy")
+
+# Ours, for every method: whether requests without a cache_salt share what proposers learn.
+SHARING_OPTIONS = ("share_unsalted",)
+
+
+class MethodSettings(BaseModel):
+    """The method that was asked for and its validated options."""
+
+    model_config = ConfigDict(frozen=True)
+
+    method: str
+    options: SerializeAsAny[MethodOptions]
+    rule: ScorerOptions | None = None
+    """Acceptance rule; None is the exact, lossless one."""
+    counter_folder: str | None = None
+    """Where the workers count for the front end."""
+    share_unsalted: bool = False
+    """Requests without a ``cache_salt`` share what proposers learn of their tokens."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output is the target's own: method and rule both say so."""
+        return registry.info(self.method).lossless and (self.rule is None or is_strict(self.rule))
+
+
+@config(repr=False)
+class SpecExtConfig(SpeculativeConfig):
+    """vLLM's speculative configuration with our method beside it; travels by pickle."""
+
+    spec_ext: SkipValidation[MethodSettings] = None  # type: ignore[assignment]
+    """Method and options of vllm-spec-ext."""
+
+    def __repr__(self) -> str:
+        return (
+            f"SpecExtConfig(method={self.spec_ext.method!r}, "
+            f"num_speculative_tokens={self.num_speculative_tokens}, "
+            f"options={self.spec_ext.options!r}, rule={self.spec_ext.rule!r})"
+        )
+
+    @property
+    def lossless(self) -> bool:
+        """Whether method and acceptance rule leave the target's output as it is."""
+        return self.spec_ext.lossless
+
+
+@dataclass(frozen=True)
+class ParsedMethod:
+    """The user's JSON, taken apart."""
+
+    info: ProposerInfo
+    options: MethodOptions
+    rule: ScorerOptions | None
+    allow_lossy: bool
+    share_unsalted: bool | None  # None: as the kind of engine says
+    vllm_options: dict[str, Any]  # keyword arguments of vLLM's own configuration
+
+
+def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
+    """Split and validate the user's JSON.
+
+    Args:
+        given: Keys of ``--speculative-config``, hyphens or underscores, ``method`` included.
+        method: Name of one of our methods.
+
+    Raises:
+        SpecExtError: An unknown key, a wrong type, a value out of range, or a lossy rule without
+            ``allow_lossy``.
+    """
+    found = registry.info(method)
+    values = {key.replace("-", "_"): value for key, value in given.items()}
+    values.pop("method", None)
+    vllm_options = {key: values.pop(key) for key in VLLM_OPTIONS if key in values}
+    rule = values.pop("scorer", None)
+    allow_lossy = values.pop("allow_lossy", False)
+    share_unsalted = values.pop("share_unsalted", None)
+    if "rejection_sample_method" in values:
+        raise SpecExtError(
+            f"rejection_sample_method: found {values['rejection_sample_method']!r}; vLLM has its "
+            "block and synthetic rules in its V2 model runner only, and our methods run in V1. "
+            "Leave it out: acceptance is exact without it (docs: losslessness)"
+        )
+    for key in values:
+        if key not in found.options.model_fields:
+            ours = [*RULE_OPTIONS, *SHARING_OPTIONS, *found.options.model_fields]
+            raise unknown_option(method, key, ["method", *VLLM_OPTIONS, *ours])
+    if not isinstance(allow_lossy, bool):
+        raise SpecExtError(f"allow_lossy: found {allow_lossy!r}, expected true or false")
+    if share_unsalted is not None and not isinstance(share_unsalted, bool):
+        raise SpecExtError(f"share_unsalted: found {share_unsalted!r}, expected true or false")
+    options = parse_options(found.options, values, method)
+    num_draft_tokens = _num_draft_tokens(vllm_options, found)
+    vllm_options["num_speculative_tokens"] = num_draft_tokens
+    parsed_rule = None if rule is None else parse_rule(rule)
+    check_rule(parsed_rule, allow_lossy, num_speculative_tokens=num_draft_tokens)
+    return ParsedMethod(found, options, parsed_rule, allow_lossy, share_unsalted, vllm_options)
+
+
+def shares_unsalted(asked: bool | None, engine_args: Any) -> bool:
+    """Whether requests without a ``cache_salt`` share what proposers learn of their tokens.
+
+    Offline one program sends all requests. A server's clients may be strangers to each other, so
+    there the operator has to say that they are not.
+
+    Args:
+        asked: The option; None = not given.
+        engine_args: ``EngineArgs``, or a server's ``AsyncEngineArgs``.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs  # workers never need it
+
+    return not isinstance(engine_args, AsyncEngineArgs) if asked is None else asked
+
+
+def _num_draft_tokens(vllm_options: Mapping[str, Any], found: ProposerInfo) -> int:
+    value = vllm_options.get("num_speculative_tokens", found.num_speculative_tokens)
+    if value is None:
+        raise SpecExtError(
+            f"{found.name} has no default for num_speculative_tokens; "
+            f'add "num_speculative_tokens": N with 1 <= N <= {MAX_DRAFT_TOKENS}'
+        )
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SpecExtError(
+            f"num_speculative_tokens: found {value!r}, expected an integer "
+            f"from 1 to {MAX_DRAFT_TOKENS}"
+        )
+    if not 1 <= value <= MAX_DRAFT_TOKENS:
+        raise SpecExtError(
+            f"num_speculative_tokens: found {value}, expected 1 to {MAX_DRAFT_TOKENS} "
+            "(vLLM's rejection sampler verifies no more tokens a step); lower it"
+        )
+    return value
+
+
+def build_spec_config(
+    engine_args: "EngineArgs",
+    method: str,
+    target_model_config: "ModelConfig",
+    target_parallel_config: "ParallelConfig",
+) -> SpecExtConfig:
+    """What the wrapped ``EngineArgs.create_speculative_config`` returns for our methods.
+
+    Runs in the front end before any weight is loaded. Besides building the configuration it sets
+    ``parallel_config.worker_cls`` and makes the front end check per-request options.
+
+    Raises:
+        SpecExtError: Bad options, or settings that our methods do not work with.
+    """
+    compat.require()
+    given = dict(engine_args.speculative_config or {})
+    for flag, key in (
+        ("spec_method", "method"),
+        ("spec_model", "model"),
+        ("spec_tokens", "num_speculative_tokens"),
+    ):
+        value = getattr(engine_args, flag, None)
+        if value is None:
+            continue
+        if given.get(key, value) != value:
+            raise SpecExtError(
+                f"{key}: found {given[key]!r} in speculative_config and {value!r} in "
+                f"--{flag.replace('_', '-')}; give it once"
+            )
+        given[key] = value
+    # create_engine_config may run twice on the same arguments; vLLM's own step leaves these behind.
+    given = {key: value for key, value in given.items() if not key.startswith("target_")}
+    parsed = parse_method(given, method)
+    refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
+    check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())
+    share_unsalted = shares_unsalted(parsed.share_unsalted, engine_args)
+    facts = TargetFacts(
+        model=target_model_config.model,
+        vocab_size=target_model_config.get_vocab_size(),
+        hidden_size=target_model_config.get_hidden_size() or None,
+        num_speculative_tokens=parsed.vllm_options["num_speculative_tokens"],
+        load_tokenizer=partial(load_tokenizer, target_model_config),
+        share_unsalted=share_unsalted,
+    )
+    registry.load(method).check(parsed.options, facts)
+    settings = MethodSettings(
+        method=parsed.info.name,
+        options=parsed.options,
+        rule=parsed.rule,
+        counter_folder=make_folder(),
+        share_unsalted=share_unsalted,
+    )
+    if not settings.lossless:
+        refuse_processed_logprobs(target_model_config)
+    result = SpecExtConfig(
+        method="custom_class",
+        model=DRAFTER_CLASS,
+        target_model_config=target_model_config,
+        target_parallel_config=target_parallel_config,
+        spec_ext=settings,
+        **parsed.vllm_options,
+    )
+    target_parallel_config.worker_cls = worker_class()
+    install_request_validation()
+    rule = "exact" if settings.lossless else str(settings.rule)
+    publish(settings.method, rule, settings.counter_folder)
+    return result

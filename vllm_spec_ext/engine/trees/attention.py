@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies a :class:`TreePlan` to vLLM's paged attention: scratch blocks, KV writes, metadata.
+
+Needs of a backend: KV is written by ``impl.do_kv_cache_update`` before attention runs, outside any
+CUDA graph; attention is causal over the block table of each request in ``CommonAttentionMetadata``;
+the metadata builder keeps no buffer of as many rows as the engine has requests, as there may be
+more virtual ones. CPU_ATTN, FLASH_ATTN and TRITON_ATTN keep that (vLLM 0.32), where
+:func:`unsupported_reason` finds nothing. Everything here is inert while no plan is active.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+from vllm_spec_ext.engine.trees.plan import TreePlan
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.utils import AttentionGroup
+
+logger = logging.getLogger("vllm.spec_ext")
+
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+"""Attention backends that keep the contract above; the tests hold their builders to it."""
+
+
+def with_scratch(kv_cache_config: "KVCacheConfig", num_scratch: int) -> "KVCacheConfig":
+    """A copy of vLLM's ``KVCacheConfig`` with more blocks at the end of every layer's cache.
+
+    Layer-outermost layouts keep each layer contiguous, so their strides and offsets grow with the
+    number of blocks; block-outermost ones only get longer (vLLM 0.32 ``KVCacheTensor``).
+    """
+    result = deepcopy(kv_cache_config)
+    old, new = result.num_blocks, result.num_blocks + num_scratch
+    result.num_blocks = new
+    tensors = []
+    for tensor in result.kv_cache_tensors:
+        changed = {"size": tensor.size // old * new}
+        if tensor.layer_stride >= tensor.block_stride * old:
+            changed["layer_stride"] = tensor.layer_stride // old * new
+            changed["offset"] = tensor.offset // old * new
+        tensors.append(dataclasses.replace(tensor, **changed))
+    result.kv_cache_tensors = tensors
+    return result
+
+
+def unsupported_reason(runner: "GPUModelRunner") -> str | None:
+    """Why this runner cannot verify branches; None if it can."""
+    groups = [group for groups in runner.attn_groups for group in groups]
+    if len(groups) != 1:
+        return f"the model has {len(groups)} attention groups, expected one"
+    backend = groups[0].backend.get_name()
+    if backend not in BACKENDS:
+        return f"attention backend {backend}, expected one of {', '.join(BACKENDS)}"
+    if groups[0].kernel_block_size is not None:
+        return "the attention kernel splits KV blocks; choose its own size with --block-size"
+    if runner.uses_mrope:
+        return "the model uses multi-dimensional rotary positions"
+    if runner.model_config.is_mm_prefix_lm:
+        return "the model attends to images in both directions"
+    if runner.model_config.rswa_window is not None:
+        return "the model attends to prompt and output through different windows"
+    if runner.cache_config.kv_sharing_fast_prefill:
+        return "kv_sharing_fast_prefill is on"
+    if runner.parallel_config.use_ubatching:
+        return "the batch is split into micro-batches (enable_dbo)"
+    compilation = runner.compilation_config
+    graphs = compilation.cudagraph_mode
+    if (
+        graphs.has_piecewise_cudagraphs()
+        and not compilation.splitting_ops_contain_kv_cache_update()
+    ):
+        return "the KV write is inside the CUDA graphs (use_inductor_graph_partition)"
+    passes = compilation.pass_config
+    for name in ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "fuse_rope_kvcache_cat_mla"):
+        if getattr(passes, name, False):
+            return f"compilation pass {name} fuses the KV write"
+    return None
+
+
+class TreeAttention:
+    """The scratch blocks of one runner and the plan of its current step."""
+
+    def __init__(self, runner: "GPUModelRunner", scratch: Sequence[int]) -> None:
+        """Hook into the runner's only attention group.
+
+        Args:
+            runner: vLLM's model runner, its KV cache initialised with the scratch blocks.
+            scratch: Their ids.
+        """
+        self.scratch = list(scratch)
+        self.plan: TreePlan | None = None
+        self._runner = runner
+        self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
+        group = runner.attn_groups[0][0]
+        self._wrap_metadata(group)
+        for name in group.layer_names:
+            self._wrap_write(runner.compilation_config.static_forward_context[name].impl)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block of the request's block table."""
+        return self._runner.input_batch.block_table[0].block_size
+
+    def begin(self, plan: TreePlan) -> None:
+        """Make a plan the current one: positions, slots, copies of the tail blocks."""
+        runner = self._runner
+        device = runner.device
+        self.plan = plan
+        if plan.rows:
+            runner.positions[_tensor(plan.rows, device)] = _tensor(plan.positions, device)
+            slots = runner.input_batch.block_table[0].slot_mapping.gpu
+            slots[_tensor(plan.scratch_rows, device)] = _tensor(plan.scratch_slots, device)
+            self._shared = (_tensor(plan.shared_rows, device), _tensor(plan.shared_slots, device))
+        self.copy_blocks(plan.tail_copies)
+
+    def end(self) -> None:
+        """Forget the plan; the next step starts plainly."""
+        self.plan = None
+        self._shared = None
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole KV blocks of all layers.
+
+        Args:
+            pairs: (from, to); no block may be on both sides.
+        """
+        if not pairs:
+            return
+        num_blocks = self._runner.kv_cache_config.num_blocks
+        if self._runner.device.type != "cpu":
+            copy_kv_cache_blocks_inplace(self._runner.kv_caches, num_blocks, list(pairs))
+            return
+        # There vLLM's way, a gather and a scatter, moves each block twice and by single elements:
+        # five times the time, up to a tenth of a step.
+        runs = copy_runs(pairs)
+        for cache in {cache.data_ptr(): cache for cache in self._runner.kv_caches}.values():
+            blocks = cache.unflatten(0, (num_blocks, -1))
+            for source, first, end in runs:
+                blocks[first:end] = blocks[source]
+
+    def _wrap_write(self, impl: "CPUAttentionBackendImpl") -> None:
+        """After a layer wrote its KV, write the shared ancestors into the scratch blocks too."""
+        write = impl.do_kv_cache_update
+
+        def do_kv_cache_update(
+            layer: Any,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            kv_cache: torch.Tensor,
+            slot_mapping: torch.Tensor,
+        ) -> None:
+            write(layer, key, value, kv_cache, slot_mapping)
+            if self._shared is not None:
+                rows, slots = self._shared
+                write(layer, key[rows], value[rows], kv_cache, slots)
+
+        impl.do_kv_cache_update = do_kv_cache_update
+
+    def _wrap_metadata(self, group: "AttentionGroup") -> None:
+        """Give the metadata builder one virtual request a segment."""
+        build = group.build_metadata
+
+        def build_metadata(common: "CommonAttentionMetadata", *args: Any, **kwargs: Any) -> Any:
+            if self.plan is None:
+                return build(common, *args, **kwargs)
+            # Not ahead of time: FlashAttention 3's schedule goes into a buffer made for the
+            # engine's number of requests
+            # (vLLM 0.32 FlashAttentionMetadataBuilder._store_scheduler_metadata).
+            return build(expand_attention(common, self.plan), *args, fast_build=True, **kwargs)
+
+        group.build_metadata = build_metadata
+
+
+def copy_runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Copies (from, to) joined where one block goes to several in a row: (from, first, end)."""
+    runs: list[tuple[int, int, int]] = []
+    for source, target in pairs:
+        if runs and runs[-1][0] == source and runs[-1][2] == target:
+            runs[-1] = (source, runs[-1][1], target + 1)
+        else:
+            runs.append((source, target, target + 1))
+    return runs
+
+
+def expand_attention(
+    common: "CommonAttentionMetadata", plan: TreePlan
+) -> "CommonAttentionMetadata":
+    """vLLM's ``CommonAttentionMetadata`` with virtual requests in place of the batch's."""
+    device = common.block_table_tensor.device
+    of = _tensor(plan.request_of, device)
+    starts = np.array([*plan.query_starts, plan.query_starts[-1] + plan.query_lens[-1]], np.int32)
+    starts_cpu = torch.from_numpy(starts)
+    seq_lens = torch.tensor(plan.seq_lens, dtype=common.seq_lens.dtype)
+    table = common.block_table_tensor[of]
+    if plan.table_rows:
+        columns = _tensor(plan.table_columns, device)
+        blocks = _tensor(plan.table_blocks, device).to(table.dtype)
+        table[_tensor(plan.table_rows, device), columns] = blocks
+    prefilling = common.is_prefilling
+    upper = common.seq_lens_cpu_upper_bound
+    return common.replace(
+        query_start_loc=starts_cpu.to(device),
+        query_start_loc_cpu=starts_cpu,
+        seq_lens=seq_lens.to(device),
+        seq_lens_cpu_upper_bound=None if upper is None else seq_lens.to(upper.dtype),
+        num_reqs=len(plan.request_of),
+        max_query_len=max(plan.query_lens),
+        max_seq_len=max(plan.seq_lens),
+        block_table_tensor=table,
+        is_prefilling=None if prefilling is None else prefilling[of.to(prefilling.device)],
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    )
+
+
+def _tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

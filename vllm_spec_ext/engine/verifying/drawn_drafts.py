@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts whose tokens were drawn: the laws they came from, kept until the target has judged them.
+
+A drawn token is accepted by how likely it is to the target *and* to its drafter: speculative
+sampling, and for siblings SpecInfer's multi-step rule (:mod:`vllm_spec_ext.scorers.walk`).
+That emits the same law as judging by the target's own draws, and accepts more drawn tokens.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
+from vllm_spec_ext.proposers.base import Drawn
+from vllm_spec_ext.scorers.walk.multi_step import draw_uniforms, multi_step
+from vllm_spec_ext.scorers.walk.tree import Walk
+
+
+@dataclass(frozen=True)
+class DraftLaws:
+    """The laws of one request's draft."""
+
+    probs: torch.Tensor  # [num_nodes, vocab] float32
+    drawn: Drawn
+
+
+class DrawnDrafts:
+    """What the proposer drew for each request, until the next draft or the request's end."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[list[int], DraftLaws]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, request_id: str, tokens: list[int], laws: DraftLaws | None) -> None:
+        """Remember the laws of a draft that is about to be verified, in place of older ones."""
+        self._kept.pop(request_id, None)
+        if laws is not None:
+            self._kept[request_id] = (tokens, laws)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests that are gone."""
+        for request_id in request_ids:
+            self._kept.pop(request_id, None)
+
+    def of(self, request_id: str, scheduled: Sequence[int]) -> DraftLaws | None:
+        """Laws of the scheduled part of a draft; None if that is another one, or was not drawn."""
+        tokens, laws = self._kept.get(request_id, ([], None))
+        if laws is None or not scheduled or tokens[: len(scheduled)] != list(scheduled):
+            return None
+        return DraftLaws(laws.probs[: len(scheduled)], laws.drawn)
+
+
+def judged_rows(batch: DraftBatch, requests: Iterable[int]) -> np.ndarray:
+    """[n] int64: all rows of these requests, in their order."""
+    return np.concatenate(
+        [
+            np.arange(batch.root_rows[r], batch.root_rows[r] + 1 + _num_nodes(batch, r))
+            for r in requests
+        ]
+    )
+
+
+def _num_nodes(batch: DraftBatch, request: int) -> int:
+    """Nodes of a request that are verified; a tree that found no room was cut, at its end."""
+    first, end = batch.node_starts[request : request + 2]
+    dropped = np.flatnonzero(batch.tokens[first:end] < 0)
+    return int(dropped[0]) if len(dropped) else int(end - first)
+
+
+def judge_drawn(
+    batch: DraftBatch,
+    laws: Mapping[int, DraftLaws],
+    target_laws: torch.Tensor,
+    walk: Walk,
+) -> Walk:
+    """Judge the drawn drafts of a batch; the other requests' part of ``walk`` stays.
+
+    Args:
+        batch: Rows and draft nodes of the step.
+        laws: Request index -> the laws its nodes were drawn from.
+        target_laws: [n, vocab] of the rows :func:`judged_rows` of these requests.
+        walk: Of all requests, by the target's own draws.
+    """
+    on_host = target_laws.cpu()
+    accepted, emitted = walk.accepted.copy(), walk.emitted.copy()
+    num_accepted = walk.num_accepted.copy()
+    row = 0
+    for request, own in laws.items():
+        first, size = int(batch.node_starts[request]), _num_nodes(batch, request)
+        starts = np.array([0, size], np.int64)
+        taken = multi_step(
+            on_host[row : row + size + 1],
+            batch.parents[first : first + size],
+            batch.tokens[first : first + size],
+            starts,
+            own.probs[:size],
+            uniforms=draw_uniforms(starts),
+            drawn=own.drawn,
+        )
+        row += size + 1
+        for whole, part in ((accepted, taken.accepted), (emitted, taken.emitted)):
+            whole[request] = -1
+            whole[request, : part.shape[1]] = part[0]
+        num_accepted[request] = taken.num_accepted[0]
+    return Walk(accepted, emitted, num_accepted)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the front end tells Prometheus about this plugin, beside vLLM's own metrics.
+
+The names do not start with ``vllm:``: vLLM drops every such collector when an engine starts
+(v1/metrics/prometheus.py, ``unregister_vllm_metrics``).
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from vllm_spec_ext.engine.watching.shared_counters import COUNTERS, CounterReadings
+
+if TYPE_CHECKING:
+    from prometheus_client import Gauge
+
+PREFIX = "spec_ext:"
+
+
+@cache
+def _lossless_gauge() -> "Gauge":
+    from prometheus_client import Gauge
+
+    return Gauge(
+        f"{PREFIX}lossless",
+        "1 if drafts are judged by a rule that leaves the output as the target's own, else 0.",
+        labelnames=["method", "rule"],
+        multiprocess_mode="mostrecent",
+    )
+
+
+class _Collector:
+    """Shows the workers' counters, read when Prometheus asks."""
+
+    def __init__(self) -> None:
+        self._folders: dict[tuple[str, str], list[str]] = {}  # by method and rule
+
+    def watch(self, method: str, rule: str, folder: str) -> None:
+        """Show this engine's counters, too."""
+        self._folders.setdefault((method, rule), []).append(folder)
+
+    def collect(self) -> Iterator[Any]:
+        """All metrics with their labels; called by prometheus_client."""
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        labels = ["method", "rule"]
+        counters = {
+            name: CounterMetricFamily(f"{PREFIX}{name}", text, labels=labels)
+            for name, text in COUNTERS.items()
+        }
+        times = HistogramMetricFamily(
+            f"{PREFIX}drafter_microseconds",
+            "Time of the proposer in a step, all requests together.",
+            labels=labels,
+        )
+        for key, folders in self._folders.items():
+            readings = CounterReadings(folders)
+            for name, family in counters.items():
+                family.add_metric(key, readings[name])
+            times.add_metric(key, readings.time_buckets, readings.total_time_us)
+        yield from counters.values()
+        yield times
+
+
+@cache
+def _collector() -> _Collector:
+    from prometheus_client import REGISTRY
+
+    collector = _Collector()
+    REGISTRY.register(collector)
+    return collector
+
+
+def publish(method: str, rule: str, folder: str | None) -> None:
+    """Say which acceptance rule this process's engine runs, and show what its workers count.
+
+    Args:
+        method: Name of the proposer.
+        rule: ``"exact"``, or the relaxed rule with its parameters.
+        folder: Where the workers count; None = nowhere.
+    """
+    _lossless_gauge().labels(method=method, rule=rule).set(rule == "exact")
+    if folder is not None:
+        _collector().watch(method, rule, folder)

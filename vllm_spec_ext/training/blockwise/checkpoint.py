@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a finished heads folder: weights, config, and a README with what was measured."""
+
+from pathlib import Path
+
+import torch
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.blockwise.heads import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    BlockwiseHeads,
+    HeadsConfig,
+)
+from vllm_spec_ext.training.atomic import write_bytes, write_json
+from vllm_spec_ext.training.blockwise.evaluate import TOP, HeadFigures
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def default_head_width(
+    hidden_size: int, num_heads: int, *, dense: bool, conditioned: bool, copying: bool
+) -> int:
+    """Widest hidden layer that keeps all heads' matrices within ``12 * hidden_size**2`` numbers.
+
+    That is about one Transformer layer, so drafting costs less than a layer of the target, and
+    8 MB in bf16 for a hidden size of 576. Rounded down to a multiple of 16, at least 16.
+    """
+    fan_in = 1 + conditioned + copying
+    fan_out = num_heads if dense else 1
+    width = 12 * hidden_size // (num_heads * (fan_in + fan_out))
+    return max(16, width // 16 * 16)
+
+
+def save_heads(
+    folder: Path, config: HeadsConfig, heads: BlockwiseHeads, dtype: str, figures: HeadFigures
+) -> int:
+    """Write the folder that ``{"method": "blockwise", "model": FOLDER}`` serves.
+
+    ``config.json`` comes last: a folder without it is not taken for heads.
+
+    Args:
+        folder: Made if missing; files of a former run are replaced one by one.
+        config: Shape and target; its ``training`` is stored as it is.
+        heads: The trained module.
+        dtype: ``bf16``, ``fp16`` or ``fp32``.
+        figures: Measured on held-out text.
+
+    Returns:
+        Bytes of all files written.
+
+    Raises:
+        SpecExtError: A weight is not finite in that format; nothing is written.
+        DiskFullError: Files before the one that failed are written, the rest are as before.
+    """
+    from safetensors.torch import save
+
+    weights = {
+        name: value.detach()
+        .to("cpu", _DTYPES[dtype] if value.is_floating_point() else value.dtype)
+        .contiguous()
+        for name, value in heads.state_dict().items()
+    }
+    for name, value in weights.items():
+        if not bool(torch.isfinite(value).all()):
+            raise SpecExtError(
+                f"{name} of the heads holds values that are not finite in {dtype}, and no server "
+                f"would load them; {folder} is as before. Train again with a lower --learning-rate"
+                + (", or use --save-dtype bf16" if dtype == "fp16" else "")
+            )
+    config = config.model_copy(update={"training": {**config.training, **figures.as_dict()}})
+    data = save(weights, metadata={"format": "pt"})
+    readme = model_card(config, figures).encode()
+    write_bytes(folder / WEIGHTS_NAME, data)
+    write_bytes(folder / "README.md", readme)
+    write_json(folder / CONFIG_NAME, config.model_dump())
+    return len(data) + len(readme) + (folder / CONFIG_NAME).stat().st_size
+
+
+def model_card(config: HeadsConfig, figures: HeadFigures) -> str:
+    """README of a heads folder."""
+    rows = "\n".join(
+        f"| {i + 1} | x[t+{i + 2}] | " + " | ".join(f"{head[f'top{k}']:.3f}" for k in TOP) + " |"
+        for i, head in enumerate(figures.accuracy)
+    )
+    facts = "\n".join(
+        f"- {name}: {value}" for name, value in config.training.get("data", {}).items()
+    )
+    changed = (
+        "\n**The target was fine-tuned with these heads**: serve the model that was saved with "
+        "them. It is not the original model, and its text differs.\n"
+        if config.training.get("finetune")
+        else ""
+    )
+    layout = "one private hidden layer each" if config.block_diagonal else "one shared hidden layer"
+    seen = ["the next token"] if config.condition_on_next else []
+    seen += ["what followed when the text's end occurred before"] if config.copy_match else []
+    shown = f", shown {' and '.join(seen)}" if seen else ""
+    listed = config.draft_vocab_size
+    drafts = "" if listed is None else f", drafting the {listed:,} most frequent tokens"
+    return f"""---
+library_name: vllm-spec-ext
+tags: [speculative-decoding, blockwise-parallel-decoding]
+---
+# Blockwise heads for {config.target}
+
+{config.num_heads} draft heads (block size k = {config.block_size} with the target's own head), \
+{layout} of {config.head_width} units a head{shown}; {config.num_parameters:,} parameters\
+{drafts}. \
+Vocabulary projection{" and embeddings" if seen else ""}: the target's own.
+{changed}
+```
+vllm serve {config.target} --speculative-config \\
+  '{{"method": "blockwise", "model": "FOLDER", "num_speculative_tokens": {config.num_heads}}}'
+```
+
+## Held-out text ({figures.num_sequences} sequences, {figures.num_positions} positions)
+
+Tokens per target step: **{figures.acceptance_length:.2f}** with the chain, \
+**{figures.tree_acceptance_length:.2f}** with trees of {figures.tree_nodes} nodes \
+(teacher forcing, bonus token included). The target itself predicts \
+{figures.target_agreement:.1%} of the text.
+
+| head | predicts | top 1 | top 2 | top 3 | top 5 |
+| --- | --- | --- | --- | --- | --- |
+{rows}
+
+## Training data
+
+{facts or "- not recorded"}
+"""
+
+
+def push_to_hub(folder: Path, repository: str) -> str:
+    """Upload a heads folder to the Hugging Face Hub; the address of the commit.
+
+    Args:
+        folder: Heads folder.
+        repository: ``user/name``; made if it does not exist. The login is huggingface_hub's own.
+
+    Raises:
+        SpecExtError: Not logged in, no right, or no network.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, exist_ok=True)
+        return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
+    except Exception as error:
+        raise SpecExtError(
+            f"uploading {folder} to {repository!r} failed ({type(error).__name__}: {error}); the "
+            "folder itself is complete. Log in with 'hf auth login' and try again"
+        ) from error
