@@ -47,9 +47,9 @@ class Draft:
     tokens: IntArray  # [n] int32 token ids
     parents: IntArray | None = None  # [n] int32 parent node, -1 = last verified token; None = chain
     probs: "torch.Tensor | None" = None
-    """[n, vocab] float32 law that each node was *drawn* from, given its path, where the request has
-    a temperature; None if the tokens were chosen. Neither the laws nor the shape of the draft may
-    depend on which tokens were drawn beside a node, or the output follows another law."""
+    """[n, vocab] float32 distribution that each node was *drawn* from, given its path, where the
+    request has a temperature; None if the tokens were chosen. Neither these nor the shape of the
+    draft may depend on which tokens were drawn beside a node, or the output is biased."""
     drawn: Drawn = "iid"
     """How siblings were drawn: independently, or one after the other without replacement."""
     path_probs: "NDArray[np.float32] | None" = None  # [n] the proposer's own estimate, for display

@@ -7,7 +7,7 @@ probable ones stay, the rest is renormalised (by the softmax that follows). Orde
 constraints: temperature, top-k and top-p, then eta on what they left.
 
 A property of the *target's* distribution: it must be applied to verified rows, bonus rows and plain
-steps alike, or the output follows neither law. It never changes an argmax.
+steps alike, or the output follows neither distribution. It never changes an argmax.
 """
 
 import math

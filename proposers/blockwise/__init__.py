@@ -255,19 +255,19 @@ class Blockwise(BaseProposer):
         return Draft(tokens[:length].copy(), path_probs=probs if limit > -math.inf else None)
 
     def _drawn(self, logits: "torch.Tensor", request: RequestStep, confidence: float) -> Draft:
-        """A chain of draws. Its length depends on the heads' laws alone, not on what was drawn."""
+        """A chain of draws, of a length that does not depend on what was drawn."""
         import torch
 
-        laws = (logits[: request.room].float() / request.temperature).softmax(dim=-1)
-        # Chance that a target of the same law would draw the same token.
-        paths = laws.square().sum(dim=-1).cumprod(dim=0).cpu().numpy()
+        distributions = (logits[: request.room].float() / request.temperature).softmax(dim=-1)
+        # Chance that a target of the same distribution would draw the same token.
+        paths = distributions.square().sum(dim=-1).cumprod(dim=0).cpu().numpy()
         length = int((paths >= confidence).sum())
         if not length:
             return EMPTY_DRAFT
-        laws = laws[:length]
-        places = torch.multinomial(laws, 1, generator=self._random)
+        distributions = distributions[:length]
+        places = torch.multinomial(distributions, 1, generator=self._random)
         tokens = self._logits.tokens(places).flatten().to("cpu", torch.int32).numpy()
-        return Draft(tokens, probs=self._logits.spread(laws), path_probs=paths[:length])
+        return Draft(tokens, probs=self._logits.spread(distributions), path_probs=paths[:length])
 
     def _tree(
         self, log_probs: "np.ndarray[Any, Any]", tokens: IntArray, room: int, limit: float

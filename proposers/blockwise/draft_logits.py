@@ -51,12 +51,12 @@ class DraftLogits:
         """Token ids at these columns."""
         return places if self._ids is None else self._ids.to(places.device)[places]
 
-    def spread(self, laws: Tensor) -> Tensor:
-        """[n, vocab_size] laws over all tokens, of laws [n, m] over the draft vocabulary."""
+    def spread(self, distributions: Tensor) -> Tensor:
+        """[n, vocab_size] over all tokens, of distributions [n, m] over the draft vocabulary."""
         if self._ids is None:
-            return laws
-        whole = laws.new_zeros(len(laws), self._vocab_size)
-        return whole.index_copy_(1, self._ids.to(laws.device), laws)
+            return distributions
+        whole = distributions.new_zeros(len(distributions), self._vocab_size)
+        return whole.index_copy_(1, self._ids.to(distributions.device), distributions)
 
 
 def _plain_projection(target: Any, vocab_size: int) -> Tensor | None:

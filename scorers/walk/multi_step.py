@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-step speculative sampling over a tree of *sampled* draft tokens (SpecInfer).
 
-Miao et al. 2024, algorithm 2 (VerifyStochastic). At a node with target law P, its children's draws
-are tried in the order they were drawn: a draw x from q is accepted with probability
+Miao et al. 2024, algorithm 2 (VerifyStochastic). At a node whose target distribution is P, its
+children's draws are tried in the order they were drawn: a draw x from q is accepted with chance
 ``min(1, P(x) / q(x))``; if it is not, P becomes ``norm(max(0, P - q))`` and the next draw is tried;
 after the last one the step's token is drawn from what is left of P. A leaf draws from P.
 
 Exact iff every draw really came from its q, given the earlier draws under the same parent:
 
 * ``iid``: drawn independently, each from its own q (one model, or several); q is used as it
-  stands, so rows that are already the law given the earlier draws are right here too;
+  stands, so rows that are already the distribution given the earlier draws are right here too;
 * ``without_replacement``: drawn one after the other, earlier siblings' tokens removed from q and q
   renormalised. That is done here, so q may be given before or after the removal;
 * ``one_hot``: chosen, not drawn (top-k children, n-gram matches): q is one-hot.
@@ -104,8 +104,8 @@ def _check(
     if probabilities is None:
         if drawn != "one_hot":
             raise SpecExtError(
-                f"drawn={drawn!r} needs q, the law each token was drawn from; found none. Tokens "
-                "that were chosen, not drawn, are 'one_hot'"
+                f"drawn={drawn!r} needs q, the distribution each token was drawn from; found none. "
+                "Tokens that were chosen, not drawn, are 'one_hot'"
             )
     else:
         own = probabilities[np.arange(len(draw_index)), tokens[draw_index]]
@@ -130,11 +130,11 @@ def _check(
 
 
 def multi_step(
-    p: HostArray,  # [num_nodes + num_requests, vocab] float32 target law, rows as in `.tree`
+    p: HostArray,  # [num_nodes + num_requests, vocab] float32 of the target, rows as in `.tree`
     parents: HostArray,  # [num_nodes] parent within the request, -1 = root; parents come first
     tokens: HostArray,  # [num_nodes] draft token ids
     starts: HostArray,  # [num_requests + 1] first node of each request
-    q: HostArray | None,  # [num_draws, vocab] float32 law of each draw; None = one-hot
+    q: HostArray | None,  # [num_draws, vocab] float32 distribution of each draw; None = one-hot
     *,
     uniforms: Uniforms,
     drawn: Drawn,
@@ -143,10 +143,10 @@ def multi_step(
 ) -> Walk:
     """Verify sampled trees; the emitted tokens follow ``p`` exactly.
 
-    ``p`` is the target's law after temperature, top-k, top-p and eta (one-hot for greedy requests,
-    which makes the rule the greedy walk). Draws of siblings stand in the order they were drawn.
-    The loop runs on the host: rows of an accelerator are copied first. approximation: laws are
-    float32, so frequencies are exact to about 1e-7.
+    ``p`` is the target's distribution after temperature, top-k, top-p and eta (one-hot for greedy
+    requests, which makes the rule the greedy walk). Draws of siblings stand in the order they were
+    drawn. The loop runs on the host: rows of an accelerator are copied first. approximation: rows
+    are float32, so frequencies are exact to about 1e-7.
 
     Returns:
         Accepted nodes and emitted tokens, as :func:`.tree.walk_samples`.
@@ -170,7 +170,7 @@ def multi_step(
     rows = node_starts[-1] + len(node_starts) - 1
     if len(target) != rows or (probabilities is not None and len(probabilities) != len(by_draw)):
         raise SpecExtError(
-            f"found {len(target)} target rows and {0 if q is None else len(q)} draft laws; "
+            f"found {len(target)} target rows and {0 if q is None else len(q)} draft rows; "
             f"expected {rows} (one a node and one a request) and {len(by_draw)} (one a draw)"
         )
     _check(
@@ -196,14 +196,14 @@ def multi_step(
         int(depths.max(initial=-1)) + 1,
     )
     if bad:
-        law, values = (
-            (f"draft law {bad - 1}", probabilities[bad - 1])
+        distribution, values = (
+            (f"draft distribution {bad - 1}", probabilities[bad - 1])
             if bad > 0 and probabilities is not None
             else (f"target row {-1 - bad}", target[-1 - bad])
         )
         raise SpecExtError(
-            f"{law}: found a sum of {float(values.sum()):.4g}, expected probabilities that sum "
-            "to 1; give the softmax, not logits"
+            f"{distribution}: found a sum of {float(values.sum()):.4g}, expected probabilities "
+            "that sum to 1; give the softmax, not logits"
         )
     return Walk(*arrays)
 

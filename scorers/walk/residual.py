@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled core of :mod:`.multi_step`: acceptance tests and residual laws, in float64.
+"""Compiled core of :mod:`.multi_step`: acceptance tests and residual distributions, in float64.
 
 Only rows on the accepted path are read, and a residual is only made at a rejection.
 """
@@ -23,15 +23,15 @@ def _total(row):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _subtract(residual, law):  # type: ignore[no-untyped-def]
-    """residual := norm(max(0, residual - law)); as it was if nothing is left."""
+def _subtract(residual, distribution):  # type: ignore[no-untyped-def]
+    """residual := norm(max(0, residual - distribution)); as it was if nothing is left."""
     left = 0.0
     for x in range(residual.shape[0]):
-        left += max(0.0, residual[x] - law[x])
+        left += max(0.0, residual[x] - distribution[x])
     # A rejection needs P(x) < q(x), so P > q somewhere else: only rounding leaves nothing.
     if left > 0.0:
         for x in range(residual.shape[0]):
-            residual[x] = max(0.0, residual[x] - law[x]) / left
+            residual[x] = max(0.0, residual[x] - distribution[x]) / left
 
 
 @njit(nogil=True, cache=True)
@@ -51,13 +51,13 @@ def _invert(weights, uniform):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def _try_draws(  # type: ignore[no-untyped-def]
-    target, q, parents, tokens, draw_nodes, draws, node, kind, residual, law, tried
+    target, q, parents, tokens, draw_nodes, draws, node, kind, residual, distribution, tried
 ):
     """Try the draws below one node; all arrays are one request's.
 
     Returns:
         The accepted child or -1, how many draws were rejected (``residual`` is filled if any was),
-        and the draw whose q is no law, or -1.
+        and the draw whose q is no distribution, or -1.
     """
     num_tried = 0
     target_mass = _total(target)
@@ -83,15 +83,15 @@ def _try_draws(  # type: ignore[no-untyped-def]
             residual[:] = target
             residual /= target_mass
         if kind == ONE_HOT:
-            law[:] = 0.0
-            law[token] = 1.0
+            distribution[:] = 0.0
+            distribution[token] = 1.0
         else:
-            law[:] = q[d]
+            distribution[:] = q[d]
             if kind == WITHOUT_REPLACEMENT:
                 for t in range(num_tried):
-                    law[tried[t]] = 0.0
-            law /= mass
-        _subtract(residual, law)
+                    distribution[tried[t]] = 0.0
+            distribution /= mass
+        _subtract(residual, distribution)
         tried[num_tried] = token
         num_tried += 1
     return -1, num_tried, -1
@@ -101,13 +101,13 @@ def _try_draws(  # type: ignore[no-untyped-def]
 def verify(  # type: ignore[no-untyped-def]
     p, q, parents, tokens, starts, draw_nodes, draw_starts, draws, final, kind, width
 ):
-    """Returns the walk's arrays and the first row that is no law: draw + 1, -1 - row of p, or 0."""
+    """Returns the walk's arrays and the first row whose sum is wrong: draw + 1, -1 - row of p, or 0."""
     num_requests = starts.shape[0] - 1
     accepted = np.full((num_requests, width), -1, np.int64)
     emitted = np.full((num_requests, width + 1), -1, np.int64)
     num_accepted = np.zeros(num_requests, np.int64)
     residual = np.empty(p.shape[1], np.float64)
-    law = np.empty(p.shape[1], np.float64)
+    distribution = np.empty(p.shape[1], np.float64)
     tried = np.empty(draw_nodes.shape[0], np.int64)
     for r in range(num_requests):
         nodes = slice(starts[r], starts[r + 1])
@@ -128,7 +128,7 @@ def verify(  # type: ignore[no-untyped-def]
                 node,
                 kind,
                 residual,
-                law,
+                distribution,
                 tried,
             )
             if bad >= 0:

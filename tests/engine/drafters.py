@@ -185,17 +185,17 @@ class Fixed(Recorder):
 
 
 class DrawnRequest(RequestOptions):
-    """The law to draw from, the same at every node, and the tree to fill."""
+    """The distribution to draw from, the same at every node, and the tree to fill."""
 
-    law: dict[int, float] = Field(default_factory=dict)
+    distribution: dict[int, float] = Field(default_factory=dict)
     parents: list[int] = Field(default_factory=list)
     drawn: Literal["iid", "without_replacement"] = "iid"
 
-    show_laws: bool = True
-    """Hand the law over with the draft, as one must."""
+    show_distributions: bool = True
+    """Hand the distribution over with the draft, as one must."""
 
     chosen: bool = False
-    """The known bug: the law's best tokens are chosen, and its probabilities handed over."""
+    """The known bug: the best tokens are chosen, and the probabilities handed over."""
 
 
 @proposer(
@@ -207,7 +207,7 @@ class DrawnRequest(RequestOptions):
     tree=True,
 )
 class Drawn(Recorder):
-    """Fills a given tree with draws from a given law."""
+    """Fills a given tree with draws from a given distribution."""
 
     needs = Needs(distributions=True)
 
@@ -226,8 +226,8 @@ class Drawn(Recorder):
         parents = options.parents[: request.room]
         if not parents:
             return EMPTY_DRAFT
-        ids = np.array(list(options.law), np.int32)
-        weights = np.array(list(options.law.values()))
+        ids = np.array(list(options.distribution), np.int32)
+        weights = np.array(list(options.distribution.values()))
         tokens = np.empty(len(parents), np.int32)
         for parent in set(parents):
             nodes = [i for i, p in enumerate(parents) if p == parent]
@@ -239,7 +239,7 @@ class Drawn(Recorder):
             tokens[nodes] = ids[drawn]
         row = torch.zeros(self._vocab_size)
         row[torch.from_numpy(ids).long()] = torch.from_numpy(weights).float()
-        probs = row.repeat(len(parents), 1) if options.show_laws else None
+        probs = row.repeat(len(parents), 1) if options.show_distributions else None
         return Draft(tokens, np.array(parents, np.int32), probs, drawn=options.drawn)
 
 

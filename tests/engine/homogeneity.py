@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chi-square test of two samples: were they drawn from one law?"""
+"""Chi-square test of two samples: were they drawn from one distribution?"""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -9,8 +9,8 @@ import torch
 _LEAST_EXPECTED = 5.0  # below this the chi-square approximation is poor; such cells are pooled
 
 
-def same_law_p_value(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:
-    """p-value of the hypothesis that both samples follow the same law.
+def same_distribution_p_value(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:
+    """p-value of the hypothesis that both samples follow the same distribution.
 
     Cells in which either sample has an expected count below 5 are pooled into one.
     """

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from generation import ALWAYS_DRAFT, run, sampling_params, tokens
-from homogeneity import same_law_p_value
-from sampling_laws import MAX_TOKENS, NUM_SAMPLES, NUM_TOKENS, SAME, Chances, first_tokens
+from homogeneity import same_distribution_p_value
+from sampling_distributions import MAX_TOKENS, NUM_SAMPLES, NUM_TOKENS, SAME, Chances, first_tokens
 from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_greedy_identity import runner_of
 from tiny_model import VOCAB_SIZE
@@ -119,16 +119,18 @@ def test_heads_of_another_model_are_refused(heads: Path, make_engine: Any, tmp_p
     assert run(make_engine(), Scenario([{"max_tokens": 2}], PROMPTS[:1]))
 
 
-@pytest.mark.parametrize("law", ["temperature_1", "top_p"])
-def test_sampled_output_has_the_targets_law(
-    law: str, make_engine: Any, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize("distribution", ["temperature_1", "top_p"])
+def test_sampled_output_has_the_targets_distribution(
+    distribution: str, make_engine: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Chains of best tokens, drawn chains, and trees, of heads that draft what is allowed."""
     common = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
     plain = make_engine(**common)
     chances = Chances(plain)
-    given = chances.params(law)
-    folder = save_random_heads(tmp_path_factory.mktemp("law") / law, given["allowed_token_ids"])
+    given = chances.params(distribution)
+    folder = save_random_heads(
+        tmp_path_factory.mktemp("distribution") / distribution, given["allowed_token_ids"]
+    )
 
     def sample(engine: Any, length: int) -> list[Hashable]:
         params = sampling_params({**given, "max_tokens": length})
@@ -150,4 +152,4 @@ def test_sampled_output_has_the_targets_law(
         drafter._proposer.observe = watched
         found = sample(engine, MAX_TOKENS)
         assert sum(accepted) > 0.05 * len(accepted) > 0
-        assert same_law_p_value(expected, found) > SAME, options
+        assert same_distribution_p_value(expected, found) > SAME, options

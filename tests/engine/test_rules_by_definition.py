@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from generation import run, sampling_params, tokens
-from homogeneity import same_law_p_value
+from homogeneity import same_distribution_p_value
 from relaxed_reference import Decoded, Request, Target, decode, sample
-from sampling_laws import DIFFERENT, NUM_SAMPLES, PROMPT, SAME, Chances, first_tokens
+from sampling_distributions import DIFFERENT, NUM_SAMPLES, PROMPT, SAME, Chances, first_tokens
 from scenarios import PROMPTS, Scenario
 from test_greedy_identity import runner_of
 
@@ -154,6 +154,6 @@ def test_sampled_requests_follow_the_documented_distribution(
     request = Request(prompt, num_tokens=3, allowed=allowed)
     generator = torch.Generator().manual_seed(0)
     expected = sample(target, RULES[rule], request, draft, 4 * NUM_SAMPLES, generator)
-    assert same_law_p_value(expected, found) > SAME
+    assert same_distribution_p_value(expected, found) > SAME
     unbiased = first_tokens(plain, [sampling_params({**given, "max_tokens": 3})] * NUM_SAMPLES)
-    assert same_law_p_value(unbiased, found) < DIFFERENT
+    assert same_distribution_p_value(unbiased, found) < DIFFERENT

@@ -154,7 +154,7 @@ FUNCTIONS: tuple[Hook, ...] = (
     Hook(
         _RUNNER,
         "GPUModelRunner._get_spec_decode_draft_probs",
-        "the laws that draft tokens were drawn from",
+        "the distributions that draft tokens were drawn from",
         names=("spec_decode_metadata",),
         exact=True,
     ),

@@ -31,9 +31,9 @@ from vllm_spec_ext.engine.trees.plan import (
     is_branching,
     segment_bounds,
 )
-from vllm_spec_ext.engine.verifying.distribution_sampler import LawSampler
+from vllm_spec_ext.engine.verifying.distribution_sampler import DistributionSampler
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
-from vllm_spec_ext.engine.verifying.drawn_drafts import DraftLaws, DrawnDrafts
+from vllm_spec_ext.engine.verifying.drawn_drafts import DraftDistributions, DrawnDrafts
 from vllm_spec_ext.engine.verifying.node_sampling import verify
 from vllm_spec_ext.engine.verifying.relaxed_rule import RelaxedRule
 from vllm_spec_ext.engine.verifying.thinking_budgets import ThinkingBudgets
@@ -111,8 +111,8 @@ class SpecRunnerMixin:
         if settings.rule is not None and not is_strict(settings.rule):
             vocab_size = self.vllm_config.model_config.get_vocab_size()
             self._relaxed_rule = RelaxedRule(settings, vocab_size)
-        self._law = LawSampler(self.sampler.topk_topp_sampler)
-        self.sampler.topk_topp_sampler = self._law
+        self._distribution = DistributionSampler(self.sampler.topk_topp_sampler)
+        self.sampler.topk_topp_sampler = self._distribution
 
     # -- KV cache ------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class SpecRunnerMixin:
     ) -> "SamplerOutput":
         """Trees are judged by the target's own samples, chains by vLLM's sampler.
 
-        Drafts that were drawn from laws which the proposer gave are judged with these.
+        Drafts that were drawn from distributions which the proposer gave are judged with these.
 
         A step without any draft is sampled plainly: vLLM sends it through its rejection sampler
         too, which fails on an empty batch of draft rows when a request asks for top-k on CPU
@@ -237,7 +237,7 @@ class SpecRunnerMixin:
         states = [self._state_of(request_id) for request_id in self.input_batch.req_ids]
         greedy = self._greedy_requests()
         has_eta = any(state.eta is not None for state in states)
-        self._law.use_eta([s.eta for s in states], [1] * len(states), greedy, self.device)
+        self._distribution.use_eta([s.eta for s in states], [1] * len(states), greedy, self.device)
         holder = metadata.thinking_budget_state_holder
         has_budget = holder is not None and holder.has_tracked_requests()
         has_draft = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len > 0
@@ -251,17 +251,19 @@ class SpecRunnerMixin:
             return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         batch = self._draft_batch(plan)
         num_rows = (np.diff(batch.node_starts) + 1).tolist()
-        self._law.use_eta([s.eta for s in states], num_rows, greedy, self.device)
+        self._distribution.use_eta([s.eta for s in states], num_rows, greedy, self.device)
         judge = None
-        laws = self._draft_laws(greedy)
+        distributions = self._draft_distributions(greedy)
         if has_budget:
             requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
             budgets = self._budgets.of_rows(holder, batch, requests, metadata.output_token_ids)
             metadata = replace(metadata, thinking_budget_state_holder=budgets)
         if self._relaxed_rule is not None and has_draft:
-            judge, laws = self._relaxed_rule.judge(batch, states, greedy, self.device), {}
+            judge, distributions = self._relaxed_rule.judge(batch, states, greedy, self.device), {}
         assert logits is not None
-        output, self._last_walk = verify(batch, logits, metadata, self.sampler, judge, laws)
+        output, self._last_walk = verify(
+            batch, logits, metadata, self.sampler, judge, distributions
+        )
         if plan is not None:
             self._commit(self._last_walk)
         return output
@@ -284,7 +286,7 @@ class SpecRunnerMixin:
         return result
 
     def _may_draw(self, request_id: str) -> bool:
-        """Whether the laws of a draft may be used for this request.
+        """Whether the distributions of a draft may be used for this request.
 
         A seeded request's text must not depend on its drafts (:mod:`.seeded_rows`); a grammar cuts
         drafts where a drawn token breaks it, so what is left is no longer a draw; and the
@@ -295,8 +297,8 @@ class SpecRunnerMixin:
             return False
         return self.sampler.logprobs_mode.startswith("raw")
 
-    def _draft_laws(self, greedy: Sequence[bool]) -> dict[int, DraftLaws]:
-        """Batch index -> laws of the sampled requests whose drafts were drawn."""
+    def _draft_distributions(self, greedy: Sequence[bool]) -> dict[int, DraftDistributions]:
+        """Batch index -> distributions of the sampled requests whose drafts were drawn."""
         if not len(self._drawn):
             return {}
         found = {
@@ -304,24 +306,26 @@ class SpecRunnerMixin:
             for row, request_id in enumerate(self.input_batch.req_ids)
             if not greedy[row]
         }
-        return {row: laws for row, laws in found.items() if laws is not None}
+        return {
+            row: distributions for row, distributions in found.items() if distributions is not None
+        }
 
     def _get_spec_decode_draft_probs(
         self, spec_decode_metadata: "SpecDecodeMetadata"
     ) -> torch.Tensor | None:
-        """Laws of all draft rows for vLLM's rejection sampler; one-hot where none is."""
-        laws = self._draft_laws(self._greedy_requests())
-        if not laws:
+        """Distributions of all draft rows for vLLM's rejection sampler; one-hot where none is."""
+        distributions = self._draft_distributions(self._greedy_requests())
+        if not distributions:
             return None
         rows = []
         for row, draft in enumerate(self._drafts_of_step):
-            if row in laws:
-                rows.append(laws[row].probs.to(self.device, torch.float32))
+            if row in distributions:
+                rows.append(distributions[row].probs.to(self.device, torch.float32))
             elif draft:
                 tokens = torch.tensor(draft, device=self.device)
                 vocab_size = self.vllm_config.model_config.get_vocab_size()
                 one_hot = torch.nn.functional.one_hot(tokens.clamp(min=0), vocab_size).float()
-                # A placeholder is rejected, and what comes in its place has the target's whole law.
+                # A placeholder is rejected; what comes in its place is the target's own draw.
                 rows.append(one_hot.masked_fill_((tokens < 0)[:, None], 0.0))
         return torch.cat(rows).contiguous()
 
@@ -409,8 +413,10 @@ class SpecRunnerMixin:
             self._trees.pop(draft.request_id, None)
             if draft.parents is not None:
                 self._trees[draft.request_id] = (draft.tokens, draft.parents)
-            laws = None if draft.drawn is None else DraftLaws(next(rest), draft.drawn)
-            self._drawn.keep(draft.request_id, draft.tokens, laws)
+            distributions = (
+                None if draft.drawn is None else DraftDistributions(next(rest), draft.drawn)
+            )
+            self._drawn.keep(draft.request_id, draft.tokens, distributions)
         return result
 
     def _decide_drafts(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of drawn drafts: kept for the draft they belong to, used for the rows that are verified."""
+"""Distributions of drawn drafts: kept for their draft, used for the rows that are verified."""
 
 import numpy as np
 import torch
 
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
 from vllm_spec_ext.engine.verifying.drawn_drafts import (
-    DraftLaws,
+    DraftDistributions,
     DrawnDrafts,
     judge_drawn,
     judged_rows,
@@ -14,11 +14,11 @@ from vllm_spec_ext.engine.verifying.drawn_drafts import (
 from vllm_spec_ext.scorers.walk.tree import Walk
 
 
-def drawn(tokens: list[int], vocab: int = 5) -> DraftLaws:
-    return DraftLaws(torch.full((len(tokens), vocab), 1 / vocab), "iid")
+def drawn(tokens: list[int], vocab: int = 5) -> DraftDistributions:
+    return DraftDistributions(torch.full((len(tokens), vocab), 1 / vocab), "iid")
 
 
-def test_laws_belong_to_the_draft_that_is_verified() -> None:
+def test_distributions_belong_to_the_draft_that_is_verified() -> None:
     kept = DrawnDrafts()
     kept.keep("a", [1, 2, 3], drawn([1, 2, 3]))
     whole = kept.of("a", [1, 2, 3])
@@ -32,7 +32,7 @@ def test_laws_belong_to_the_draft_that_is_verified() -> None:
     assert kept.of("b", [1]) is None
 
 
-def test_laws_go_with_the_next_draft_and_with_the_request() -> None:
+def test_distributions_go_with_the_next_draft_and_with_the_request() -> None:
     kept = DrawnDrafts()
     kept.keep("a", [1], drawn([1]))
     kept.keep("b", [1], drawn([1]))
@@ -52,7 +52,7 @@ def test_a_tree_that_was_cut_for_room_is_judged_as_far_as_it_was_verified() -> N
         np.full((3, 3), -1), np.array([[9, -1, -1, -1], [1, 4, -1, -1], [8, -1, -1, -1]]),
         np.array([0, 1, 0]),
     )  # fmt: skip
-    walk = judge_drawn(batch, {1: DraftLaws(probs, "iid")}, target, before)
+    walk = judge_drawn(batch, {1: DraftDistributions(probs, "iid")}, target, before)
     assert walk.emitted.tolist() == [[9, -1, -1, -1], [2, 4, -1, -1], [8, -1, -1, -1]]
     assert walk.accepted[1].tolist() == [1, -1, -1]
     assert walk.num_accepted.tolist() == [0, 1, 0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-step speculative sampling: output law by chi-square, refusals, merging."""
+"""Multi-step speculative sampling: output distribution by chi-square, refusals, merging."""
 
 import numpy as np
 import pytest
@@ -20,10 +20,10 @@ LAWS = {
 }
 
 
-def fits(counts: np.ndarray, law: np.ndarray) -> bool:
-    """Chi-square at a level of about 1e-6 (Wilson-Hilferty), nothing where the law is 0."""
-    possible = law > 0
-    expected = law[possible] * counts.sum()
+def fits(counts: np.ndarray, distribution: np.ndarray) -> bool:
+    """Chi-square at a level of about 1e-6 (Wilson-Hilferty), nothing where it is 0."""
+    possible = distribution > 0
+    expected = distribution[possible] * counts.sum()
     statistic = float(((counts[possible] - expected) ** 2 / expected).sum())
     dof = max(int(possible.sum()) - 1, 1)
     spread = 2 / (9 * dof)
@@ -54,15 +54,15 @@ def first_token_counts(
 ) -> np.ndarray:
     """Counts of the first emitted token when ``num`` siblings stand under the root."""
     rng = np.random.default_rng(3)
-    law = np.array(q)
-    tokens = draw_siblings(law, how, num, rng)
+    distribution = np.array(q)
+    tokens = draw_siblings(distribution, how, num, rng)
     starts = np.arange(NUM_RUNS + 1) * num
     found = multi_step(
         np.tile(p, (NUM_RUNS * (num + 1), 1)),
         np.full(NUM_RUNS * num, -1),
         tokens.ravel(),
         starts,
-        None if declared == "one_hot" else np.tile(law, (NUM_RUNS * num, 1)),
+        None if declared == "one_hot" else np.tile(distribution, (NUM_RUNS * num, 1)),
         uniforms=draw_uniforms(starts, torch.Generator().manual_seed(5)),
         drawn=declared,
     )
@@ -90,11 +90,11 @@ def test_biased_combinations_fail_the_same_check(how: str, declared: Drawn) -> N
 
 
 def test_two_levels_and_two_drafters_follow_the_target() -> None:
-    """Joint law of two tokens; siblings of two drafters, same-token draws merged."""
+    """Joint distribution of two tokens; siblings of two drafters, same-token draws merged."""
     rng = np.random.default_rng(11)
     root = np.array([0.1, 0.5, 0.3, 0.1])
-    after = rng.dirichlet(np.ones(VOCAB), VOCAB)  # target law after each first token
-    first_q = rng.dirichlet(np.ones(VOCAB), 2)  # each drafter's law at the root
+    after = rng.dirichlet(np.ones(VOCAB), VOCAB)  # target distribution after each first token
+    first_q = rng.dirichlet(np.ones(VOCAB), 2)  # each drafter's distribution at the root
     after_q = rng.dirichlet(np.ones(VOCAB), (2, VOCAB))
     runs = 40_000
     tops = np.stack([draw(np.tile(first_q[s], (runs, 1)), rng) for s in range(2)], axis=1)
@@ -134,11 +134,13 @@ def test_two_levels_and_two_drafters_follow_the_target() -> None:
 def test_losing_one_of_two_drafts_of_a_token_is_biased() -> None:
     """Two drafters, one token: keeping the node but only the first q fails the check."""
     p = np.array([0.1, 0.2, 0.3, 0.4])
-    laws = np.array([[0.7, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.7]])
+    distributions = np.array([[0.7, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.7]])
     rng = np.random.default_rng(2)
-    tokens = np.stack([draw(np.tile(law, (NUM_RUNS, 1)), rng) for law in laws], axis=1)
+    tokens = np.stack(
+        [draw(np.tile(distribution, (NUM_RUNS, 1)), rng) for distribution in distributions], axis=1
+    )
     for right in (True, False):
-        q = np.tile(laws if right else laws[[0, 0]], (NUM_RUNS, 1))
+        q = np.tile(distributions if right else distributions[[0, 0]], (NUM_RUNS, 1))
         starts = np.arange(NUM_RUNS + 1) * 2
         found = multi_step(
             np.tile(p, (NUM_RUNS * 3, 1)),

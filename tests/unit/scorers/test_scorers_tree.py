@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree walks: against a slow walk, and their output law by exact enumeration."""
+"""Tree walks: against a slow walk, and their output distribution by exact enumeration."""
 
 import itertools
 from collections import defaultdict
@@ -68,30 +68,30 @@ def test_layout_and_shapes() -> None:
         walk_samples(np.array([-1]), np.array([0]), np.array([0, 1]), np.array([7]))
 
 
-def target_law(prefix: Tokens) -> np.ndarray:
+def target_distribution(prefix: Tokens) -> np.ndarray:
     """Next-token probabilities after a prefix; different for every prefix."""
     weights = np.random.default_rng([17, *prefix]).random(VOCAB) + 0.05
     return weights / weights.sum()
 
 
-def sequence_law() -> dict[Tokens, float]:
-    """Law of LENGTH tokens generated one by one: what every lossless method must reproduce."""
-    law: dict[Tokens, float] = {}
+def sequence_distribution() -> dict[Tokens, float]:
+    """Of LENGTH tokens generated one by one: what every lossless method must reproduce."""
+    distribution: dict[Tokens, float] = {}
     for sequence in itertools.product(range(VOCAB), repeat=LENGTH):
-        law[sequence] = float(
-            np.prod([target_law(sequence[:i])[x] for i, x in enumerate(sequence)])
+        distribution[sequence] = float(
+            np.prod([target_distribution(sequence[:i])[x] for i, x in enumerate(sequence)])
         )
-    return law
+    return distribution
 
 
-def completed(law: dict[Tokens, float]) -> dict[Tokens, float]:
+def completed(distribution: dict[Tokens, float]) -> dict[Tokens, float]:
     """Emissions of different length, each continued by plain decoding and cut to LENGTH."""
     out: defaultdict[Tokens, float] = defaultdict(float)
-    for emitted, probability in law.items():
+    for emitted, probability in distribution.items():
         if len(emitted) >= LENGTH:
             out[emitted[:LENGTH]] += probability
             continue
-        for token, p in enumerate(target_law(emitted)):
+        for token, p in enumerate(target_distribution(emitted)):
             for sequence, q in completed({(*emitted, token): probability * float(p)}).items():
                 out[sequence] += q
     return dict(out)
@@ -105,10 +105,10 @@ def prefixes(parents: Sequence[int], tokens: Sequence[int]) -> list[Tokens]:
     return rows
 
 
-def emission_law(parents: Sequence[int], tokens: Sequence[int]) -> dict[Tokens, float]:
-    """Exact law of the walk's emission: every combination of draws, weighted."""
+def emission_distribution(parents: Sequence[int], tokens: Sequence[int]) -> dict[Tokens, float]:
+    """Exact distribution of the walk's emission: every combination of draws, weighted."""
     rows = prefixes(parents, tokens)
-    law: defaultdict[Tokens, float] = defaultdict(float)
+    distribution: defaultdict[Tokens, float] = defaultdict(float)
     combinations = np.array(list(itertools.product(range(VOCAB), repeat=len(rows))))
     n = len(combinations)
     found = walk_samples(
@@ -117,16 +117,18 @@ def emission_law(parents: Sequence[int], tokens: Sequence[int]) -> dict[Tokens, 
         np.arange(n + 1) * len(tokens),
         combinations.ravel(),
     )
-    weights = np.prod([target_law(r)[combinations[:, i]] for i, r in enumerate(rows)], axis=0)
+    weights = np.prod(
+        [target_distribution(r)[combinations[:, i]] for i, r in enumerate(rows)], axis=0
+    )
     for emitted, weight in zip(found.emitted, weights, strict=True):
-        law[tuple(int(x) for x in emitted if x >= 0)] += float(weight)
-    return law
+        distribution[tuple(int(x) for x in emitted if x >= 0)] += float(weight)
+    return distribution
 
 
-def distance(law: dict[Tokens, float]) -> float:
-    """Total variation between a method's law of LENGTH tokens and the target's."""
-    expected = sequence_law()
-    return 0.5 * sum(abs(completed(law).get(s, 0.0) - p) for s, p in expected.items())
+def distance(distribution: dict[Tokens, float]) -> float:
+    """Total variation between a method's distribution of LENGTH tokens and the target's."""
+    expected = sequence_distribution()
+    return 0.5 * sum(abs(completed(distribution).get(s, 0.0) - p) for s, p in expected.items())
 
 
 TREES = [
@@ -140,7 +142,7 @@ TREES = [
 
 @pytest.mark.parametrize(("parents", "tokens"), TREES, ids=str)
 def test_walk_is_lossless(parents: list[int], tokens: list[int]) -> None:
-    assert distance(emission_law(parents, tokens)) < 1e-12
+    assert distance(emission_distribution(parents, tokens)) < 1e-12
 
 
 def paths_of(parents: Sequence[int]) -> list[list[int]]:
@@ -157,16 +159,16 @@ def paths_of(parents: Sequence[int]) -> list[list[int]]:
     return paths
 
 
-def resampling_law(parents: Sequence[int], tokens: Sequence[int]) -> dict[Tokens, float]:
-    """The known bug: after a mismatch, draw again from the unchanged law."""
-    law: defaultdict[Tokens, float] = defaultdict(float)
-    for emitted, probability in emission_law(parents, tokens).items():
-        for token, p in enumerate(target_law(emitted[:-1])):
-            law[(*emitted[:-1], token)] += probability * float(p)
-    return law
+def resampling_distribution(parents: Sequence[int], tokens: Sequence[int]) -> dict[Tokens, float]:
+    """The known bug: after a mismatch, draw again from the unchanged distribution."""
+    distribution: defaultdict[Tokens, float] = defaultdict(float)
+    for emitted, probability in emission_distribution(parents, tokens).items():
+        for token, p in enumerate(target_distribution(emitted[:-1])):
+            distribution[(*emitted[:-1], token)] += probability * float(p)
+    return distribution
 
 
-def per_path_law(parents: Sequence[int], tokens: Sequence[int]) -> dict[Tokens, float]:
+def per_path_distribution(parents: Sequence[int], tokens: Sequence[int]) -> dict[Tokens, float]:
     """The other known bug: a draw for each (path, position), then the longest accepted path.
 
     The last token is the longest path's own draw at its first mismatch or end, so that this
@@ -174,7 +176,7 @@ def per_path_law(parents: Sequence[int], tokens: Sequence[int]) -> dict[Tokens, 
     """
     paths = paths_of(parents)
     positions = [(k, i) for k, path in enumerate(paths) for i in range(len(path) + 1)]
-    law: defaultdict[Tokens, float] = defaultdict(float)
+    distribution: defaultdict[Tokens, float] = defaultdict(float)
     for draws in itertools.product(range(VOCAB), repeat=len(positions)):
         drawn = dict(zip(positions, draws, strict=True))
         weight = 1.0
@@ -182,19 +184,19 @@ def per_path_law(parents: Sequence[int], tokens: Sequence[int]) -> dict[Tokens, 
         for k, path in enumerate(paths):
             words = tuple(tokens[i] for i in path)
             for i in range(len(path) + 1):
-                weight *= float(target_law(words[:i])[drawn[k, i]])
+                weight *= float(target_distribution(words[:i])[drawn[k, i]])
             length = 0
             while length < len(path) and drawn[k, length] == words[length]:
                 length += 1
             if length >= len(best):
                 best = (*words[:length], drawn[k, length])
-        law[best] += weight
-    return law
+        distribution[best] += weight
+    return distribution
 
 
-@pytest.mark.parametrize("buggy", [resampling_law, per_path_law])
+@pytest.mark.parametrize("buggy", [resampling_distribution, per_path_distribution])
 def test_known_bugs_are_not_lossless(buggy: Callable[..., dict[Tokens, float]]) -> None:
     """The check that the walk passes rejects what the reference codes do."""
-    law = buggy([-1, 0, -1], [0, 1, 1])
-    assert sum(law.values()) == pytest.approx(1.0)
-    assert distance(law) > 0.02
+    distribution = buggy([-1, 0, -1], [0, 1, 1])
+    assert sum(distribution.values()) == pytest.approx(1.0)
+    assert distance(distribution) > 0.02

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The law that a token is drawn from, inside vLLM's ``Sampler``: eta sampling, and a look at it."""
+"""What a token is drawn from, inside vLLM's ``Sampler``: eta sampling, and a look at it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from vllm_spec_ext.scorers.eta import apply_eta, eta_parameters
 from vllm_spec_ext.scorers.options import EtaOptions
 
 
-class LawSampler(torch.nn.Module):
+class DistributionSampler(torch.nn.Module):
     """Stands in front of vLLM's ``TopKTopPSampler``; passes through while nobody asks for more."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
@@ -20,7 +20,7 @@ class LawSampler(torch.nn.Module):
         self.inner = inner
         self._eta_of_rows: tuple[torch.Tensor, torch.Tensor] | None = None
         self._watched: torch.Tensor | None = None
-        self._laws: torch.Tensor | None = None
+        self._distributions: torch.Tensor | None = None
 
     def use_eta(
         self,
@@ -42,14 +42,14 @@ class LawSampler(torch.nn.Module):
             self._eta_of_rows = eta_parameters(requests, num_rows, greedy, device)
 
     def watch(self, rows: torch.Tensor) -> None:
-        """Keep the laws of these rows ([n] int64) at the next call, for :meth:`take_laws`."""
+        """Keep those of these rows ([n] int64) at the next call, for :meth:`take_distributions`."""
         self._watched = rows
 
-    def take_laws(self) -> torch.Tensor:
-        """[n, vocab] float32 laws of the watched rows, each summing to 1."""
-        assert self._laws is not None
-        laws, self._laws = self._laws, None
-        return laws
+    def take_distributions(self) -> torch.Tensor:
+        """[n, vocab] float32 distributions of the watched rows, each summing to 1."""
+        assert self._distributions is not None
+        distributions, self._distributions = self._distributions, None
+        return distributions
 
     def forward(
         self,
@@ -65,6 +65,6 @@ class LawSampler(torch.nn.Module):
         if self._eta_of_rows is not None:
             logits = apply_eta(logits, *self._eta_of_rows)
         if self._watched is not None:
-            self._laws = logits[self._watched].softmax(dim=-1, dtype=torch.float32)
+            self._distributions = logits[self._watched].softmax(dim=-1, dtype=torch.float32)
             self._watched = None
         return self.inner(logits, generators, None, None)

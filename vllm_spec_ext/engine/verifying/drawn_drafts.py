@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts whose tokens were drawn: the laws they came from, kept until the target has judged them.
+"""Drafts whose tokens were drawn, with their distributions, until the target has verified them.
 
 A drawn token is accepted by how likely it is to the target *and* to its drafter: speculative
 sampling, and for siblings SpecInfer's multi-step rule (:mod:`vllm_spec_ext.scorers.walk`).
-That emits the same law as judging by the target's own draws, and accepts more drawn tokens.
+The output is distributed as with the target's own draws, and more drawn tokens are accepted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ from vllm_spec_ext.scorers.walk.tree import Walk
 
 
 @dataclass(frozen=True)
-class DraftLaws:
-    """The laws of one request's draft."""
+class DraftDistributions:
+    """The distributions of one request's draft."""
 
     probs: torch.Tensor  # [num_nodes, vocab] float32
     drawn: Drawn
@@ -30,28 +30,30 @@ class DrawnDrafts:
     """What the proposer drew for each request, until the next draft or the request's end."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[list[int], DraftLaws]] = {}
+        self._kept: dict[str, tuple[list[int], DraftDistributions]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, request_id: str, tokens: list[int], laws: DraftLaws | None) -> None:
-        """Remember the laws of a draft that is about to be verified, in place of older ones."""
+    def keep(
+        self, request_id: str, tokens: list[int], distributions: DraftDistributions | None
+    ) -> None:
+        """Remember those of a draft that is about to be verified, in place of older ones."""
         self._kept.pop(request_id, None)
-        if laws is not None:
-            self._kept[request_id] = (tokens, laws)
+        if distributions is not None:
+            self._kept[request_id] = (tokens, distributions)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone."""
         for request_id in request_ids:
             self._kept.pop(request_id, None)
 
-    def of(self, request_id: str, scheduled: Sequence[int]) -> DraftLaws | None:
-        """Laws of the scheduled part of a draft; None if that is another one, or was not drawn."""
-        tokens, laws = self._kept.get(request_id, ([], None))
-        if laws is None or not scheduled or tokens[: len(scheduled)] != list(scheduled):
+    def of(self, request_id: str, scheduled: Sequence[int]) -> DraftDistributions | None:
+        """Those of the scheduled part of a draft; None if that is another one, or was not drawn."""
+        tokens, distributions = self._kept.get(request_id, ([], None))
+        if distributions is None or not scheduled or tokens[: len(scheduled)] != list(scheduled):
             return None
-        return DraftLaws(laws.probs[: len(scheduled)], laws.drawn)
+        return DraftDistributions(distributions.probs[: len(scheduled)], distributions.drawn)
 
 
 def judged_rows(batch: DraftBatch, requests: Iterable[int]) -> np.ndarray:
@@ -73,23 +75,23 @@ def _num_nodes(batch: DraftBatch, request: int) -> int:
 
 def judge_drawn(
     batch: DraftBatch,
-    laws: Mapping[int, DraftLaws],
-    target_laws: torch.Tensor,
+    distributions: Mapping[int, DraftDistributions],
+    target_distributions: torch.Tensor,
     walk: Walk,
 ) -> Walk:
     """Judge the drawn drafts of a batch; the other requests' part of ``walk`` stays.
 
     Args:
         batch: Rows and draft nodes of the step.
-        laws: Request index -> the laws its nodes were drawn from.
-        target_laws: [n, vocab] of the rows :func:`judged_rows` of these requests.
+        distributions: Request index -> the distributions its nodes were drawn from.
+        target_distributions: [n, vocab] of the rows :func:`judged_rows` of these requests.
         walk: Of all requests, by the target's own draws.
     """
-    on_host = target_laws.cpu()
+    on_host = target_distributions.cpu()
     accepted, emitted = walk.accepted.copy(), walk.emitted.copy()
     num_accepted = walk.num_accepted.copy()
     row = 0
-    for request, own in laws.items():
+    for request, own in distributions.items():
         first, size = int(batch.node_starts[request]), _num_nodes(batch, request)
         starts = np.array([0, size], np.int64)
         taken = multi_step(

@@ -19,7 +19,7 @@ from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.logits_processor.state import LogitsProcessors
 
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
-from vllm_spec_ext.engine.verifying.drawn_drafts import DraftLaws, judge_drawn, judged_rows
+from vllm_spec_ext.engine.verifying.drawn_drafts import DraftDistributions, judge_drawn, judged_rows
 from vllm_spec_ext.engine.verifying.seeded_rows import SeededRows
 from vllm_spec_ext.scorers.walk.tree import Walk, walk, walk_samples
 
@@ -37,7 +37,7 @@ def verify(
     metadata: "SamplingMetadata",
     sampler: "Sampler",
     judge: Judge | None = None,
-    laws: Mapping[int, DraftLaws] | None = None,
+    distributions: Mapping[int, DraftDistributions] | None = None,
 ) -> tuple[SamplerOutput, Walk]:
     """Draw a token at every row and walk.
 
@@ -45,10 +45,10 @@ def verify(
         batch: Rows and draft nodes of the step.
         logits: The target's logits, rows as in `batch`; may be modified.
         metadata: vLLM's ``SamplingMetadata`` of the requests.
-        sampler: vLLM's ``Sampler``, with our :class:`.law_sampler.LawSampler` in it.
+        sampler: vLLM's ``Sampler``, with our :class:`.DistributionSampler` in it.
         judge: A relaxed rule: from the logits, penalties and masks applied, to the nodes it
             tolerates and the draft tokens' logits. None is the lossless rule.
-        laws: Request index -> what its draft was drawn from; not with a judge.
+        distributions: Request index -> what its draft was drawn from; not with a judge.
 
     Returns:
         What vLLM's rejection sampler would return, [num_requests, longest] padded with -1, and the
@@ -58,10 +58,10 @@ def verify(
     tolerated, draft_logits, raw = None, None, None
     if judge is not None:
         tolerated, draft_logits = judge(_masked_logits(logits, expanded, sampler))
-    if laws:
-        rows = torch.from_numpy(judged_rows(batch, laws)).to(logits.device)
+    if distributions:
+        rows = torch.from_numpy(judged_rows(batch, distributions)).to(logits.device)
         sampler.topk_topp_sampler.watch(rows)
-    if (judge is not None or laws) and metadata.max_num_logprobs is not None:
+    if (judge is not None or distributions) and metadata.max_num_logprobs is not None:
         raw = logits.to(torch.float32, copy=True)  # the sampler works in place
     sampled = sampler(logits=logits, sampling_metadata=expanded)
     # The walk runs on the host; vLLM's synchronous path waits for these tokens right after anyway.
@@ -71,9 +71,9 @@ def verify(
         taken = walk_samples(*nodes)
     else:
         taken = walk(*nodes, tolerated=tolerated, draft_logits=draft_logits)
-    if laws:
-        target_laws = sampler.topk_topp_sampler.take_laws()
-        taken = judge_drawn(batch, laws, target_laws, taken)
+    if distributions:
+        target_distributions = sampler.topk_topp_sampler.take_distributions()
+        taken = judge_drawn(batch, distributions, target_distributions, taken)
     expanded.generators.settle(taken.num_accepted, metadata.generators)
     emitted = torch.from_numpy(taken.emitted.astype(np.int32)).to(logits.device)
     logprobs = sampled.logprobs_tensors

@@ -327,7 +327,9 @@ def sampled(temperature: float, room: int = HEADS) -> StepContext:
 
 
 @pytest.mark.parametrize("listed", [None, torch.tensor([3, 7, 8, 20, 31])])
-def test_draws_come_from_the_laws_that_are_given(tmp_path: Path, listed: Tensor | None) -> None:
+def test_draws_come_from_the_distributions_that_are_given(
+    tmp_path: Path, listed: Tensor | None
+) -> None:
     size = {} if listed is None else {"draft_vocab_size": len(listed)}
     proposer = start(StandInTarget(), save(tmp_path, listed, **size)[0], draw=True)
     counts = np.zeros((HEADS, VOCAB))
@@ -335,18 +337,18 @@ def test_draws_come_from_the_laws_that_are_given(tmp_path: Path, listed: Tensor 
         (draft,) = proposer.propose(sampled(0.8))
         counts[np.arange(HEADS), draft.tokens] += 1
     assert draft.probs is not None
-    laws = draft.probs.numpy()
-    assert laws.sum(axis=1) == pytest.approx(1.0, abs=1e-5)
+    distributions = draft.probs.numpy()
+    assert distributions.sum(axis=1) == pytest.approx(1.0, abs=1e-5)
     if listed is not None:
-        assert laws[:, listed].sum(axis=1) == pytest.approx(1.0, abs=1e-5)
-    assert np.abs(counts / 2000 - laws).sum(axis=1).max() < 0.15
+        assert distributions[:, listed].sum(axis=1) == pytest.approx(1.0, abs=1e-5)
+    assert np.abs(counts / 2000 - distributions).sum(axis=1).max() < 0.15
     (sharper,) = proposer.propose(sampled(0.2))
     assert sharper.probs is not None
-    assert (sharper.probs.max(dim=1).values.numpy() > laws.max(axis=1)).all()
+    assert (sharper.probs.max(dim=1).values.numpy() > distributions.max(axis=1)).all()
 
 
 def test_a_drawn_draft_is_as_long_whatever_was_drawn(tmp_path: Path) -> None:
-    """Else the tokens that are left would no longer follow the law."""
+    """Else the tokens that are left would no longer follow the distribution."""
     folder, _ = save(tmp_path)
     lengths = set()
     proposer = start(StandInTarget(), folder, draw=True, min_confidence=0.2)

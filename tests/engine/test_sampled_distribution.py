@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With temperature, drafted requests follow the law of plain sampling; known bugs do not.
+"""With temperature, drafted requests follow the distribution of plain sampling; known bugs do not.
 
-Two-sample chi-square tests on the joint law of the first tokens, with fixed seeds. The first token
-comes from the prefill; the ones behind it are verified drafts.
+Two-sample chi-square tests on the joint distribution of the first tokens, with fixed seeds. The
+first token comes from the prefill; the ones behind it are verified drafts.
 """
 
 from collections.abc import Callable, Hashable
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from generation import ALWAYS_DRAFT, sampling_params
-from homogeneity import same_law_p_value
-from sampling_laws import (
+from homogeneity import same_distribution_p_value
+from sampling_distributions import (
     DIFFERENT,
     LAWS,
     NUM_SAMPLES,
@@ -58,9 +58,9 @@ def chances(engines: dict[str, Any]) -> Chances:
 @pytest.fixture(scope="module")
 def sample(engines: dict[str, Any], chances: Chances) -> Sample:
     def draw(
-        engine: str, law: str, extra: dict[str, Any] | None = None, seed: int = 0
+        engine: str, distribution: str, extra: dict[str, Any] | None = None, seed: int = 0
     ) -> list[Hashable]:
-        given = chances.params(law)
+        given = chances.params(distribution)
         own = given.pop("seed", None)
         if engine == "plain":
             given["max_tokens"] = NUM_TOKENS
@@ -80,9 +80,9 @@ def plain_samples(sample: Sample) -> Callable[[str], list[Hashable]]:
     return of_plain_engine(sample)
 
 
-def draft_of(kind: str, chances: Chances, law: str) -> dict[str, Any]:
+def draft_of(kind: str, chances: Chances, distribution: str) -> dict[str, Any]:
     """Request options that make the fixed drafter draft a tree or a chain."""
-    allowed = chances.params(law).get("allowed_token_ids")
+    allowed = chances.params(distribution).get("allowed_token_ids")
     likely = [t for t in chances.tokens if allowed is None or t in allowed]
     if kind == "unlikely_chain":
         worst = likely[-1]
@@ -99,49 +99,56 @@ def accepted_by(engines: dict[str, Any]) -> tuple[int, int]:
     return result
 
 
-@pytest.mark.parametrize("law", ["temperature_0.7", "top_p"])
-def test_plain_sampling_agrees_with_itself(law: str, sample: Sample, plain_samples: Any) -> None:
-    """The yardstick: other seeds, the same law; and there is more than one outcome."""
-    assert len(set(plain_samples(law))) > 10
-    assert same_law_p_value(plain_samples(law), sample("plain", law, seed=1)) > SAME
+@pytest.mark.parametrize("distribution", ["temperature_0.7", "top_p"])
+def test_plain_sampling_agrees_with_itself(
+    distribution: str, sample: Sample, plain_samples: Any
+) -> None:
+    """The yardstick: other seeds, the same distribution; and there is more than one outcome."""
+    assert len(set(plain_samples(distribution))) > 10
+    assert (
+        same_distribution_p_value(
+            plain_samples(distribution), sample("plain", distribution, seed=1)
+        )
+        > SAME
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "law"),
+    ("kind", "distribution"),
     [
-        *(("tree", law) for law in LAWS),
+        *(("tree", distribution) for distribution in LAWS),
         ("unlikely_chain", "temperature_1"),
         ("unlikely_chain", "top_k"),
     ],
 )
-def test_drafts_do_not_change_the_law(
+def test_drafts_do_not_change_the_distribution(
     kind: str,
-    law: str,
+    distribution: str,
     engines: dict[str, Any],
     chances: Chances,
     sample: Sample,
     plain_samples: Any,
 ) -> None:
     accepted_by(engines)
-    found = sample("fixed", law, draft_of(kind, chances, law))
+    found = sample("fixed", distribution, draft_of(kind, chances, distribution))
     accepted, drafted = accepted_by(engines)
     assert drafted > NUM_SAMPLES
     assert accepted > (0.3 * NUM_SAMPLES if kind == "tree" else 50)
-    assert same_law_p_value(plain_samples(law), found) > SAME
+    assert same_distribution_p_value(plain_samples(distribution), found) > SAME
 
 
-@pytest.mark.parametrize("law", ["temperature_1", "top_k", "top_p"])
-def test_input_copy_does_not_change_the_law(
-    law: str, chances: Chances, sample: Sample, plain_samples: Any
+@pytest.mark.parametrize("distribution", ["temperature_1", "top_k", "top_p"])
+def test_input_copy_does_not_change_the_distribution(
+    distribution: str, chances: Chances, sample: Sample, plain_samples: Any
 ) -> None:
-    allowed = chances.params(law).get("allowed_token_ids") or chances.tokens[:3]
+    allowed = chances.params(distribution).get("allowed_token_ids") or chances.tokens[:3]
     source = [allowed[i % len(allowed)] for i in (0, 1, 2, 0, 0, 1, 1, 2, 2, 0, 2, 1)]
-    found = sample("input_copy", law, {"source_token_ids": source})
-    assert same_law_p_value(plain_samples(law), found) > SAME
+    found = sample("input_copy", distribution, {"source_token_ids": source})
+    assert same_distribution_p_value(plain_samples(distribution), found) > SAME
 
 
 @pytest.mark.parametrize(
-    ("kind", "law"),
+    ("kind", "distribution"),
     [
         ("tree", "temperature_1"),
         ("tree", "top_p"),
@@ -149,9 +156,9 @@ def test_input_copy_does_not_change_the_law(
         ("chain", "top_k"),
     ],
 )
-def test_adaptive_ngram_does_not_change_the_law(
+def test_adaptive_ngram_does_not_change_the_distribution(
     kind: str,
-    law: str,
+    distribution: str,
     engines: dict[str, Any],
     sample: Sample,
     plain_samples: Any,
@@ -169,13 +176,18 @@ def test_adaptive_ngram_does_not_change_the_law(
         observe(outcomes)
 
     monkeypatch.setattr(proposer, "observe", watched)
-    found = sample(name, law)
+    found = sample(name, distribution)
     assert counts[1] > counts[0] > 0.2 * NUM_SAMPLES
-    assert same_law_p_value(plain_samples(law), found) > SAME
+    assert same_distribution_p_value(plain_samples(distribution), found) > SAME
 
 
 def resample_after_mismatch(
-    batch: Any, logits: Any, metadata: Any, sampler: Any, judge: Any = None, laws: Any = None
+    batch: Any,
+    logits: Any,
+    metadata: Any,
+    sampler: Any,
+    judge: Any = None,
+    distributions: Any = None,
 ) -> Any:
     """The bug of reference codes: the draw that matched no child is thrown away."""
     expanded = expand_metadata(metadata, batch)
@@ -184,7 +196,12 @@ def resample_after_mismatch(
 
 
 def draw_once_per_path(
-    batch: Any, logits: Any, metadata: Any, sampler: Any, judge: Any = None, laws: Any = None
+    batch: Any,
+    logits: Any,
+    metadata: Any,
+    sampler: Any,
+    judge: Any = None,
+    distributions: Any = None,
 ) -> Any:
     """The other bug: every branch is tried with a draw of its own."""
     expanded = expand_metadata(metadata, batch)
@@ -224,7 +241,7 @@ def _walk(batch: Any, logits: Any, drawn: Callable[[int, int], int], last: np.nd
 
 
 @pytest.mark.parametrize(
-    ("bug", "law"),
+    ("bug", "distribution"),
     [
         (resample_after_mismatch, "temperature_1"),
         (resample_after_mismatch, "top_k"),
@@ -233,7 +250,7 @@ def _walk(batch: Any, logits: Any, drawn: Callable[[int, int], int], last: np.nd
 )
 def test_known_bugs_are_caught(
     bug: Any,
-    law: str,
+    distribution: str,
     chances: Chances,
     sample: Sample,
     plain_samples: Any,
@@ -241,8 +258,8 @@ def test_known_bugs_are_caught(
 ) -> None:
     """Mutation: the tests above are strong enough to reject what must be rejected."""
     monkeypatch.setattr(runner_module, "verify", bug)
-    found = sample("fixed", law, draft_of("tree", chances, law))
-    assert same_law_p_value(plain_samples(law), found) < DIFFERENT
+    found = sample("fixed", distribution, draft_of("tree", chances, distribution))
+    assert same_distribution_p_value(plain_samples(distribution), found) < DIFFERENT
 
 
 def test_probe_tells_a_working_sampler_from_a_broken_one(
@@ -269,7 +286,7 @@ def test_vllms_sampler_on_a_broken_platform_is_why_we_walk(
     plain_samples: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without our walk a sampled chain with top-k goes wrong there, by a crash or in its law."""
+    """Without our walk a sampled chain with top-k goes wrong there: a crash, or a bias."""
     if not platform_bugs.chain_sampling_is_broken(torch.device("cpu")):
         pytest.skip("this vLLM's rejection sampler works on CPU")
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens

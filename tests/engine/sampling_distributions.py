@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws that sampling tests compare: of a few tokens that a model may say, and their samples."""
+"""What sampling tests compare: distributions over a few tokens, and samples of them."""
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
@@ -10,11 +10,11 @@ from generation import sampling_params
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and"
 NUM_SAMPLES = 600
-NUM_TOKENS = 3  # whose joint law is compared ...
+NUM_TOKENS = 3  # whose joint distribution is compared ...
 MAX_TOKENS = 7  # ... out of so many, because a draft holds no more nodes than tokens are left
 SAME, DIFFERENT = 1e-3, 1e-6
 
-# Few outcomes each, so that the joint law has few cells.
+# Few outcomes each, so that the joint distribution has few cells.
 LAWS: dict[str, dict[str, Any]] = {
     "temperature_1": {"temperature": 1.0, "num_allowed": 4},
     "temperature_0.7": {"temperature": 0.7, "num_allowed": 4},
@@ -22,7 +22,7 @@ LAWS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 0.8, "num_allowed": 6, "top_p": 0.7},
 }
 
-Sample = Callable[..., list[Hashable]]  # engine, law, ... -> first tokens of each output
+Sample = Callable[..., list[Hashable]]  # engine, distribution, ... -> first tokens of each output
 
 
 class Chances:
@@ -34,8 +34,8 @@ class Chances:
         ranked = sorted(out.outputs[0].logprobs[0].items(), key=lambda item: item[1].rank)
         self.tokens = [token for token, _ in ranked if token]
 
-    def params(self, law: str) -> dict[str, Any]:
-        given = dict(LAWS[law])
+    def params(self, distribution: str) -> dict[str, Any]:
+        given = dict(LAWS[distribution])
         num_allowed = given.pop("num_allowed", None)
         if num_allowed:
             # Not the best ones alone: unlikely outcomes must be seen too.
@@ -51,5 +51,5 @@ def first_tokens(engine: Any, params: Sequence[Any], seed: int = 0) -> list[Hash
 
 
 def of_plain_engine(sample: Sample) -> Callable[[str], list[Hashable]]:
-    """Samples of a law from the engine called plain, drawn once."""
-    return cache(lambda law: sample("plain", law))
+    """Samples of a distribution from the engine called plain, drawn once."""
+    return cache(lambda distribution: sample("plain", distribution))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that were drawn are judged with the laws they were drawn from; the output's law stays.
+"""Drawn drafts are verified with what they were drawn from; the output's distribution stays.
 
-Two-sample chi-square tests with fixed seeds, as in test_sampled_law.py.
+Two-sample chi-square tests with fixed seeds, as in test_sampled_distribution.py.
 """
 
 from collections.abc import Callable, Hashable
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from generation import sampling_params
-from homogeneity import same_law_p_value
-from sampling_laws import (
+from homogeneity import same_distribution_p_value
+from sampling_distributions import (
     DIFFERENT,
     LAWS,
     MAX_TOKENS,
@@ -29,7 +29,7 @@ from test_greedy_identity import runner_of
 
 from vllm_spec_ext.engine.runner import SpecRunnerMixin
 from vllm_spec_ext.engine.verifying import drawn_drafts
-from vllm_spec_ext.engine.verifying.drawn_drafts import DraftLaws
+from vllm_spec_ext.engine.verifying.drawn_drafts import DraftDistributions
 
 CHAIN = [-1, 0, 1]
 TREE = [-1, -1, 0, 0, 1, 2]
@@ -53,25 +53,27 @@ def chances(engines: dict[str, Any]) -> Chances:
     return Chances(engines["plain"])
 
 
-def drafting(chances: Chances, law: str, **options: Any) -> dict[str, Any]:
-    """A draft law far from the target's: of the tokens that `law` allows, the last is likeliest."""
-    allowed = chances.params(law)["allowed_token_ids"]
+def drafting(chances: Chances, distribution: str, **options: Any) -> dict[str, Any]:
+    """A draft distribution far from the target's: of the allowed tokens, the last is likeliest."""
+    allowed = chances.params(distribution)["allowed_token_ids"]
     likely = [token for token in chances.tokens if token in allowed]
     weights = range(1, len(likely) + 1)
-    law_of_draft = {token: w / sum(weights) for token, w in zip(likely, weights, strict=True)}
-    return {"law": law_of_draft, "parents": TREE, **options}
+    distribution_of_draft = {
+        token: w / sum(weights) for token, w in zip(likely, weights, strict=True)
+    }
+    return {"distribution": distribution_of_draft, "parents": TREE, **options}
 
 
 @pytest.fixture(scope="module")
 def sample(engines: dict[str, Any], chances: Chances) -> Sample:
     def draw(
         engine: str,
-        law: str,
+        distribution: str,
         extra: dict[str, Any] | None = None,
         num_samples: int = NUM_SAMPLES,
         **sampling: float,
     ) -> list[Hashable]:
-        given = chances.params(law)
+        given = chances.params(distribution)
         given["max_tokens"] = NUM_TOKENS if engine == "plain" else MAX_TOKENS
         params = sampling_params(given, extra)
         if sampling:
@@ -95,15 +97,18 @@ def acceptance(engines: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("law", "options"),
+    ("distribution", "options"),
     [
-        *((law, {"parents": CHAIN}) for law in ("temperature_1", "top_k")),
-        *((law, {}) for law in LAWS),
-        *((law, {"drawn": "without_replacement"}) for law in ("temperature_1", "top_p")),
+        *((distribution, {"parents": CHAIN}) for distribution in ("temperature_1", "top_k")),
+        *((distribution, {}) for distribution in LAWS),
+        *(
+            (distribution, {"drawn": "without_replacement"})
+            for distribution in ("temperature_1", "top_p")
+        ),
     ],
 )
-def test_output_keeps_the_targets_law(
-    law: str,
+def test_output_keeps_the_targets_distribution(
+    distribution: str,
     options: dict[str, Any],
     engines: dict[str, Any],
     chances: Chances,
@@ -111,57 +116,70 @@ def test_output_keeps_the_targets_law(
     plain_samples: Any,
 ) -> None:
     acceptance(engines)
-    found = sample("drawn", law, drafting(chances, law, **options))
+    found = sample("drawn", distribution, drafting(chances, distribution, **options))
     assert acceptance(engines) > 0.2
-    assert same_law_p_value(plain_samples(law), found) > SAME
+    assert same_distribution_p_value(plain_samples(distribution), found) > SAME
 
 
-def test_laws_raise_acceptance(engines: dict[str, Any], chances: Chances, sample: Sample) -> None:
-    law, found = "temperature_1", []
-    for show_laws in (False, True):
+def test_distributions_raise_acceptance(
+    engines: dict[str, Any], chances: Chances, sample: Sample
+) -> None:
+    distribution, found = "temperature_1", []
+    for show_distributions in (False, True):
         acceptance(engines)
-        sample("drawn", law, drafting(chances, law, parents=CHAIN, show_laws=show_laws))
+        sample(
+            "drawn",
+            distribution,
+            drafting(chances, distribution, parents=CHAIN, show_distributions=show_distributions),
+        )
         found.append(acceptance(engines))
     assert found[1] > 1.15 * found[0]
 
 
 def test_with_eta(chances: Chances, sample: Sample) -> None:
-    law = "temperature_1"
-    plain = sample("eta", law, **ETA)
-    assert same_law_p_value(plain, sample("plain", law)) < DIFFERENT
-    found = sample("drawn", law, drafting(chances, law), **ETA)
-    assert same_law_p_value(plain, found) > SAME
+    distribution = "temperature_1"
+    plain = sample("eta", distribution, **ETA)
+    assert same_distribution_p_value(plain, sample("plain", distribution)) < DIFFERENT
+    found = sample("drawn", distribution, drafting(chances, distribution), **ETA)
+    assert same_distribution_p_value(plain, found) > SAME
 
 
 def test_chosen_tokens_with_a_drafters_probabilities_are_caught(
     chances: Chances, sample: Sample, plain_samples: Any
 ) -> None:
     """Mutation: the bias of reference codes that draft the top-k children with q (METHODS 6)."""
-    law = "temperature_1"
-    found = sample("drawn", law, drafting(chances, law, chosen=True))
-    assert same_law_p_value(plain_samples(law), found) < DIFFERENT
+    distribution = "temperature_1"
+    found = sample("drawn", distribution, drafting(chances, distribution, chosen=True))
+    assert same_distribution_p_value(plain_samples(distribution), found) < DIFFERENT
 
 
 def test_the_residual_matters(
     chances: Chances, sample: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mutation: after a rejection, the token comes from the target's whole law."""
+    """Mutation: after a rejection, the token comes from the target's whole distribution."""
     original = drawn_drafts.multi_step
 
-    def from_whole_law(p: Any, parents: Any, tokens: Any, starts: Any, q: Any, **rest: Any) -> Any:
+    def from_whole_distribution(
+        p: Any, parents: Any, tokens: Any, starts: Any, q: Any, **rest: Any
+    ) -> Any:
         taken = original(p, parents, tokens, starts, q, **rest)
         length = int(taken.num_accepted[0])
         node = int(taken.accepted[0, length - 1]) if length else -1
         taken.emitted[0, length] = int(torch.multinomial(p[node + 1], 1))
         return taken
 
-    monkeypatch.setattr(drawn_drafts, "multi_step", from_whole_law)
-    law = "temperature_1"
-    found = sample("drawn", law, drafting(chances, law, parents=CHAIN), 4 * NUM_SAMPLES)
-    assert same_law_p_value(sample("plain", law, None, 4 * NUM_SAMPLES), found) < DIFFERENT
+    monkeypatch.setattr(drawn_drafts, "multi_step", from_whole_distribution)
+    distribution = "temperature_1"
+    found = sample(
+        "drawn", distribution, drafting(chances, distribution, parents=CHAIN), 4 * NUM_SAMPLES
+    )
+    assert (
+        same_distribution_p_value(sample("plain", distribution, None, 4 * NUM_SAMPLES), found)
+        < DIFFERENT
+    )
 
 
-def test_vllms_own_sampler_gets_the_laws_where_it_works(
+def test_vllms_own_sampler_gets_the_distributions_where_it_works(
     engines: dict[str, Any],
     chances: Chances,
     sample: Sample,
@@ -191,29 +209,31 @@ def test_vllms_own_sampler_gets_the_laws_where_it_works(
         return original(metadata, probs, *rest)
 
     monkeypatch.setattr(runner.rejection_sampler, "forward", watched)
-    law = "temperature_0.7"
+    distribution = "temperature_0.7"
     acceptance(engines)
-    found = sample("drawn", law, drafting(chances, law, parents=CHAIN))
+    found = sample("drawn", distribution, drafting(chances, distribution, parents=CHAIN))
     assert acceptance(engines) > 0.2
     assert max(handed) > 0
-    assert same_law_p_value(plain_samples(law), found) > SAME
+    assert same_distribution_p_value(plain_samples(distribution), found) > SAME
 
 
-def test_laws_for_vllms_sampler_of_a_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn, placeholders, none, chosen: a placeholder takes nothing from the law behind it."""
+def test_distributions_for_vllms_sampler_of_a_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn, placeholders, none, chosen: a placeholder takes nothing from what is behind it."""
     model = SimpleNamespace(get_vocab_size=lambda: 4)
     runner = SpecRunnerMixin()
     runner.device = torch.device("cpu")
     runner.vllm_config = SimpleNamespace(model_config=model)
     runner._drafts_of_step = [[3, 1], [-1], [], [2]]
-    laws = {0: DraftLaws(torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]]), "iid")}
+    distributions = {
+        0: DraftDistributions(torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]]), "iid")
+    }
     monkeypatch.setattr(runner, "_greedy_requests", lambda: [False] * 4)
-    monkeypatch.setattr(runner, "_draft_laws", lambda greedy: laws)
+    monkeypatch.setattr(runner, "_draft_distributions", lambda greedy: distributions)
     probs = runner._get_spec_decode_draft_probs(None)
     assert probs is not None
     expected = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]])
-    assert torch.equal(probs, torch.cat([laws[0].probs, expected]))
-    monkeypatch.setattr(runner, "_draft_laws", lambda greedy: {})
+    assert torch.equal(probs, torch.cat([distributions[0].probs, expected]))
+    monkeypatch.setattr(runner, "_draft_distributions", lambda greedy: {})
     assert runner._get_spec_decode_draft_probs(None) is None
 
 
@@ -249,7 +269,7 @@ def test_a_seeded_text_does_not_depend_on_draws(engines: dict[str, Any], chances
     assert len(set(map(tuple, texts["plain"]))) > 4
 
 
-def test_a_grammar_or_temperature_zero_leaves_the_laws_unused(
+def test_a_grammar_or_temperature_zero_leaves_the_distributions_unused(
     engines: dict[str, Any], chances: Chances
 ) -> None:
     extra = drafting(chances, "temperature_1")
