@@ -101,7 +101,7 @@ def _try_draws(  # type: ignore[no-untyped-def]
 def verify(  # type: ignore[no-untyped-def]
     p, q, parents, tokens, starts, draw_nodes, draw_starts, draws, final, kind, width
 ):
-    """Returns the walk's arrays and the first row whose sum is wrong: draw + 1, -1 - row of p, or 0."""
+    """The arrays of a walk, and the first row whose sum is wrong: draw + 1, -1 - row of p, or 0."""
     num_requests = starts.shape[0] - 1
     accepted = np.full((num_requests, width), -1, np.int64)
     emitted = np.full((num_requests, width + 1), -1, np.int64)

@@ -246,6 +246,7 @@ class Drawn(Recorder):
 @proposer(
     "broken",
     summary="Test drafter that does everything wrong.",
+    options=SteadyOptions,
     num_speculative_tokens=4,
     tree=True,
 )
@@ -301,6 +302,7 @@ class ScriptRequest(RequestOptions):
 @proposer(
     "script",
     summary="Test drafter that follows a script.",
+    options=SteadyOptions,
     request_options=ScriptRequest,
     num_speculative_tokens=8,
     tree=True,

@@ -80,7 +80,7 @@ def test_one_rank_drafts(found: dict[str, Any]) -> None:
     leader, follower = found["timed"]
     assert leader > 50
     assert follower == 0
-    assert found["accepted"] > 20
+    assert found["accepted"] > 10  # untrained heads copy, and little more
 
 
 def test_ranks_draw_alike(found: dict[str, Any]) -> None:
