@@ -134,6 +134,8 @@ class InputCopy(BaseProposer):
         self._folded = np.arange(engine.vocab_size, dtype=np.int32)
         if self.options.fold_case:
             self._folded = fold_vocabulary(tokenizer, engine.vocab_size)
+        # A prompt may hold ids that the tokenizer knows and the model cannot say.
+        self._folded = np.append(self._folded, np.int32(engine.vocab_size))
         self._answers = AnswerMemories(
             self.options.earlier_answers, self.options.max_cache_salts, engine.vocab_size
         )
@@ -196,7 +198,9 @@ class InputCopy(BaseProposer):
         if copy.guessing:
             copy.kind, room = _GUESS, min(room, self.options.realign)
         room = self._limit(copy.kind, copy.num_agreeing, room, min_probability)
-        return chain(copy.source[copy.cursor : copy.cursor + room])
+        tokens = copy.source[copy.cursor : copy.cursor + room]
+        unsayable = np.flatnonzero(tokens >= len(self._folded) - 1)
+        return chain(tokens[: unsayable[0]] if len(unsayable) else tokens)
 
     def _limit(self, kind: int, num_agreeing: int, room: int, min_probability: float | None) -> int:
         """How much to draft after this many agreeing tokens."""
@@ -221,7 +225,7 @@ class InputCopy(BaseProposer):
         if span is not None:
             source = prompt[span[0] : span[1]]
         index = OccurrenceIndex(len(source))
-        index.append(self._folded[source])
+        index.append(self._folded[np.minimum(source, len(self._folded) - 1)])
         remember = options.remember and self.options.earlier_answers > 0
         return _Copy(source.copy(), index, OccurrenceIndex(), remember, request.share_group)
 

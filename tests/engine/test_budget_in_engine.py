@@ -33,15 +33,15 @@ def test_a_fresh_engine_decodes_plainly_first_and_counts_drafting(make_engine: A
     truths = [outputs[0] for outputs in expected]
     assert tokens(run(engine, SCENARIO, truths)) == expected
     assert rooms[:3] == [0, 0, 0]
-    assert not runner._budget.costs.needs_plain(1)
-    assert runner._budget._drafting or not any(rooms)
+    assert not runner.step_drafts.budget.costs.needs_plain(1)
+    assert runner.step_drafts.budget._drafting or not any(rooms)
     assert held_back(runner) >= 3
 
 
 def test_switched_off_nothing_is_held_back(make_engine: Any) -> None:
     engine = make_engine(speculative_config=NOISE)
     runner = runner_of(engine)
-    assert runner._budget is None
+    assert runner.step_drafts.budget is None
     expected = tokens(run(make_engine(), SCENARIO))
     before = len(runner.drafter._proposer.outcomes)
     run(engine, SCENARIO, [outputs[0] for outputs in expected])

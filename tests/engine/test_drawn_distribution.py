@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from generation import sampling_params
@@ -27,9 +28,13 @@ from sampling_distributions import (
 )
 from test_greedy_identity import runner_of
 
+from vllm_spec_ext.engine.drafting.scheduled_draft import ScheduledDraft
+from vllm_spec_ext.engine.requests.state import RequestState
 from vllm_spec_ext.engine.runner import SpecRunnerMixin
+from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.verifying import drawn_drafts
-from vllm_spec_ext.engine.verifying.drawn_drafts import DraftDistributions
+from vllm_spec_ext.engine.verifying.verifier import Verifier
+from vllm_spec_ext.options import RequestOptions
 
 CHAIN = [-1, 0, 1]
 TREE = [-1, -1, 0, 0, 1, 2]
@@ -200,7 +205,7 @@ def test_vllms_own_sampler_gets_the_distributions_where_it_works(
 
     monkeypatch.setattr("vllm.v1.sample.rejection_sampler.expand_batch_to_tokens", working)
     runner = runner_of(engines["drawn"])
-    monkeypatch.setattr(runner, "_walk_sampled_chains", False)
+    monkeypatch.setattr(runner.verifier, "_walk_sampled_chains", False)
     handed: list[int] = []
     original = runner.rejection_sampler.forward
 
@@ -217,23 +222,28 @@ def test_vllms_own_sampler_gets_the_distributions_where_it_works(
     assert same_distribution_p_value(plain_samples(distribution), found) > SAME
 
 
-def test_distributions_for_vllms_sampler_of_a_mixed_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributions_for_vllms_sampler_of_a_mixed_batch() -> None:
     """Drawn, placeholders, none, chosen: a placeholder takes nothing from what is behind it."""
-    model = SimpleNamespace(get_vocab_size=lambda: 4)
-    runner = SpecRunnerMixin()
+    rows = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
+    states = {str(i): RequestState(RequestOptions(), None, None, np.array([])) for i in range(4)}
+    states["0"].draft, states["0"].probs = ScheduledDraft("0", [3, 1], None, "iid"), rows
+    runner: Any = SpecRunnerMixin()
     runner.device = torch.device("cpu")
-    runner.vllm_config = SimpleNamespace(model_config=model)
-    runner._drafts_of_step = [[3, 1], [-1], [], [2]]
-    distributions = {
-        0: DraftDistributions(torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]]), "iid")
-    }
-    monkeypatch.setattr(runner, "_greedy_requests", lambda: [False] * 4)
-    monkeypatch.setattr(runner, "_draft_distributions", lambda greedy: distributions)
+    runner.vllm_config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 4))
+    runner.state_of = states.__getitem__
+    runner.spec_step = Step(tuple(states), [[3, 1], [-1], [], [2]])
+    runner.input_batch = SimpleNamespace(
+        req_ids=list(states),
+        sampling_metadata=SimpleNamespace(all_greedy=False),
+        temperature_cpu=np.ones(4),
+    )
+    runner.verifier = Verifier.__new__(Verifier)
+    runner.verifier._runner = runner
     probs = runner._get_spec_decode_draft_probs(None)
     assert probs is not None
     expected = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]])
-    assert torch.equal(probs, torch.cat([distributions[0].probs, expected]))
-    monkeypatch.setattr(runner, "_draft_distributions", lambda greedy: {})
+    assert torch.equal(probs, torch.cat([rows, expected]))
+    states["0"].probs = None
     assert runner._get_spec_decode_draft_probs(None) is None
 
 
@@ -281,4 +291,4 @@ def test_a_grammar_or_temperature_zero_leaves_the_distributions_unused(
     runner = runner_of(engines["drawn"])
     (out,) = engines["drawn"].generate([PROMPT], sampling_params(choice, extra), use_tqdm=False)
     assert out.outputs[0].text in ("yes", "no")
-    assert not len(runner._drawn)
+    assert all(state.probs is None for state in runner.spec_states._states.values())

@@ -156,8 +156,7 @@ def test_drafts_really_are_accepted_and_rejected(name: str, plain: Any, make_eng
     assert accepted == 0 if name == "noise" else accepted > 0.2 * drafted
     run(engine, SCENARIOS["batch_of_one"], [[]])
     # The request of a step is freed at the start of the next one.
-    assert len(runner._states) <= 1
-    assert len(runner._trees) <= 1
+    assert len(runner.spec_states) <= 1
 
 
 @pytest.mark.parametrize("kind", ["tree", "chain"])

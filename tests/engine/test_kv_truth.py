@@ -12,8 +12,8 @@ from generation import run, sampling_params, tokens
 from scenarios import PROMPTS, Scenario
 from test_greedy_identity import runner_of
 
-from vllm_spec_ext.engine import runner as runner_module
 from vllm_spec_ext.engine.drafting import drafter as drafter_module
+from vllm_spec_ext.engine.drafting import step_drafts
 from vllm_spec_ext.engine.trees import attention as tree_attention
 from vllm_spec_ext.engine.trees.plan import RequestRows, TreePlan, build_plan
 
@@ -75,8 +75,8 @@ class MovedBlocks:
     def __init__(self, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.moved: set[int] = set()
         self.reused: set[int] = set()
-        commit, prepare = runner._commit, runner._prepare_inputs
-        copy = runner._tree_attention.copy_blocks
+        commit, prepare = runner.tree_attention.commit, runner._prepare_inputs
+        copy = runner.tree_attention.copy_blocks
         committing: list[bool] = []
 
         def record_commit(walk: Any) -> None:
@@ -99,8 +99,8 @@ class MovedBlocks:
                     self.reused.update(table.block_table.np[row, :cached].tolist())
             return prepare(scheduler_output, num_scheduled_tokens)
 
-        monkeypatch.setattr(runner, "_commit", record_commit)
-        monkeypatch.setattr(runner._tree_attention, "copy_blocks", record_copy)
+        monkeypatch.setattr(runner.tree_attention, "commit", record_commit)
+        monkeypatch.setattr(runner.tree_attention, "copy_blocks", record_copy)
         monkeypatch.setattr(runner, "_prepare_inputs", record_prepare)
 
 
@@ -132,11 +132,11 @@ def test_logprobs_after_accepted_branches_equal_a_fresh_prefill(
 
 
 def no_commit(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(runner_of(engine), "_commit", lambda walk: None)
+    patch.setattr(runner_of(engine).tree_attention, "commit", lambda walk: None)
 
 
 def no_ancestor_writes(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    attention = runner_of(engine)._tree_attention
+    attention = runner_of(engine).tree_attention
     begin = attention.begin
 
     def begin_without(plan: TreePlan) -> None:
@@ -172,7 +172,7 @@ def _change_plan(
         change(plan, requests)
         return plan
 
-    patch.setattr(runner_module, "build_plan", build)
+    patch.setattr(tree_attention, "build_plan", build)
 
 
 MUTATIONS = [no_commit, no_ancestor_writes, linear_positions, no_virtual_requests, no_tail_copies]
@@ -194,7 +194,7 @@ def test_identity_breaks_without(
 def test_few_scratch_blocks_make_trees_smaller(
     num_left: int, tree_engine: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attention = runner_of(tree_engine)._tree_attention
+    attention = runner_of(tree_engine).tree_attention
     monkeypatch.setattr(attention, "scratch", attention.scratch[:num_left])
     assert tokens(run(tree_engine, SCENARIO, truths(expected))) == expected
 
@@ -203,9 +203,9 @@ def test_segments_without_scratch_are_ignored(
     tree_engine: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when trees that were kept for a later step meet: the plan itself must cope."""
-    attention = runner_of(tree_engine)._tree_attention
+    attention = runner_of(tree_engine).tree_attention
     monkeypatch.setattr(attention, "scratch", attention.scratch[:3])
-    monkeypatch.setattr(runner_module, "fitting_prefix", lambda parents, *args: (len(parents), 0))
+    monkeypatch.setattr(step_drafts, "fitting_prefix", lambda parents, *args: (len(parents), 0))
     dropped: list[int] = []
     _change_plan(monkeypatch, lambda plan, requests: dropped.append(plan.num_dropped))
     assert tokens(run(tree_engine, SCENARIO, truths(expected))) == expected
@@ -220,6 +220,6 @@ def test_engine_with_few_scratch_blocks(
     engine = make_engine(
         speculative_config={**TREE, "wrong": 0.1 + num_blocks / 100}, max_model_len=ROOMY
     )
-    attention = runner_of(engine)._tree_attention
+    attention = runner_of(engine).tree_attention
     assert (attention is None) == (num_blocks == 0)
     assert tokens(run(engine, SCENARIO, truths(expected))) == expected

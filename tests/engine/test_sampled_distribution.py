@@ -27,8 +27,8 @@ from sampling_distributions import (
 from test_greedy_identity import runner_of
 from vllm.v1.outputs import SamplerOutput
 
-from vllm_spec_ext.engine import runner as runner_module
 from vllm_spec_ext.engine.starting import platform_bugs
+from vllm_spec_ext.engine.verifying import verifier as verifier_module
 from vllm_spec_ext.engine.verifying.node_sampling import expand_metadata
 from vllm_spec_ext.scorers.walk.tree import Walk
 
@@ -257,7 +257,7 @@ def test_known_bugs_are_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Mutation: the tests above are strong enough to reject what must be rejected."""
-    monkeypatch.setattr(runner_module, "verify", bug)
+    monkeypatch.setattr(verifier_module, "verify", bug)
     found = sample("fixed", distribution, draft_of("tree", chances, distribution))
     assert same_distribution_p_value(plain_samples(distribution), found) < DIFFERENT
 
@@ -267,7 +267,7 @@ def test_probe_tells_a_working_sampler_from_a_broken_one(
 ) -> None:
     cpu = torch.device("cpu")
     broken = platform_bugs.chain_sampling_is_broken(cpu)
-    assert runner_of(engines["fixed"])._walk_sampled_chains is broken
+    assert runner_of(engines["fixed"]).verifier._walk_sampled_chains is broken
     name = "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens"
 
     def working(values: torch.Tensor, ends: torch.Tensor, num_tokens: int) -> torch.Tensor:

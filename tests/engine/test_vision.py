@@ -138,7 +138,7 @@ def test_trees_fall_back_to_their_first_path_where_positions_are_not_one_number(
         logger.removeHandler(caplog.handler)
     assert "multi-dimensional rotary positions" in caplog.text
     runner = runner_of(engine)
-    assert runner._tree_attention is None
+    assert runner.tree_attention is None
     assert answers(engine, prompts, truths(expected)) == expected
     # The oracle's first path is a wrong one.
     outcomes = runner.drafter._proposer.outcomes

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What our CPU and GPU workers share: a specialised runner and the calls of the benchmark."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from vllm_spec_ext.engine.runner import SpecRunnerMixin, specialise
+from vllm_spec_ext.engine.runner import SpecRunnerMixin
 from vllm_spec_ext.engine.watching.step_log import StepLog
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 class SpecWorkerMixin:
@@ -53,3 +56,14 @@ class SpecWorkerMixin:
         if log is not None:
             log.steps.clear()
         return steps
+
+
+def specialise(runner: "GPUModelRunner") -> None:
+    """Give a freshly built V1 model runner our overrides.
+
+    vLLM's CPU worker builds its runner in ``init_device`` and offers no factory to override
+    (vLLM 0.32 ``CPUWorker.init_device``), so the class is exchanged after construction.
+    """
+    base = type(runner)
+    runner.__class__ = type(f"Spec{base.__name__}", (SpecRunnerMixin, base), {})
+    cast(SpecRunnerMixin, runner).init_spec_ext()

@@ -4,42 +4,48 @@
 import numpy as np
 import torch
 
+from vllm_spec_ext.engine.drafting.scheduled_draft import ScheduledDraft
+from vllm_spec_ext.engine.requests.state import RequestState
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
 from vllm_spec_ext.engine.verifying.drawn_drafts import (
     DraftDistributions,
-    DrawnDrafts,
     judge_drawn,
     judged_rows,
 )
+from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.scorers.walk.tree import Walk
 
 
-def drawn(tokens: list[int], vocab: int = 5) -> DraftDistributions:
-    return DraftDistributions(torch.full((len(tokens), vocab), 1 / vocab), "iid")
+def state(tokens: list[int], parents: list[int] | None = None, vocab: int = 5) -> RequestState:
+    """A request whose draft was drawn."""
+    found = RequestState(RequestOptions(), None, None, np.array([], np.int64))
+    found.draft = ScheduledDraft("a", tokens, parents, "iid")
+    found.probs = torch.full((len(tokens), vocab), 1 / vocab)
+    return found
 
 
 def test_distributions_belong_to_the_draft_that_is_verified() -> None:
-    kept = DrawnDrafts()
-    kept.keep("a", [1, 2, 3], drawn([1, 2, 3]))
-    whole = kept.of("a", [1, 2, 3])
+    request = state([1, 2, 3])
+    whole = request.distributions_of([1, 2, 3])
     assert whole is not None
     assert whole.probs.shape == (3, 5)
-    cut = kept.of("a", [1, 2])  # by the scheduler
+    cut = request.distributions_of([1, 2])  # by the scheduler
     assert cut is not None
     assert cut.probs.shape == (2, 5)
-    assert kept.of("a", [-1, -1]) is None  # vLLM's placeholders
-    assert kept.of("a", []) is None
-    assert kept.of("b", [1]) is None
+    assert request.distributions_of([-1, -1]) is None  # vLLM's placeholders
+    assert request.distributions_of([]) is None
+    request.draft, request.probs = ScheduledDraft("a", [1, 2, 3]), None  # chosen this time
+    assert request.distributions_of([1, 2, 3]) is None
 
 
-def test_distributions_go_with_the_next_draft_and_with_the_request() -> None:
-    kept = DrawnDrafts()
-    kept.keep("a", [1], drawn([1]))
-    kept.keep("b", [1], drawn([1]))
-    kept.keep("a", [1], None)  # chosen this time
-    assert kept.of("a", [1]) is None
-    kept.forget(["b", "unknown"])
-    assert not len(kept)
+def test_parents_belong_to_the_draft_that_is_verified() -> None:
+    request = state([1, 2, 3], [-1, 0, 0])
+    assert request.parents_of([1, 2, 3]) == [-1, 0, 0]
+    assert request.parents_of([1, 2]) is None  # what is left is a chain
+    assert request.parents_of([-1, -1, -1]) is None
+    assert request.parents_of([]) is None
+    request.draft = None
+    assert request.parents_of([1, 2, 3]) is None
 
 
 def test_a_tree_that_was_cut_for_room_is_judged_as_far_as_it_was_verified() -> None:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine keeps of a request's own options while it runs."""
+"""What the engine keeps of a request while it runs: its own options, and its next draft."""
 
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from vllm_spec_ext.engine.drafting.scheduled_draft import ScheduledDraft
 from vllm_spec_ext.engine.requests.options import (
     check_options,
     has_options,
@@ -15,27 +18,86 @@ from vllm_spec_ext.engine.requests.options import (
     parse_share_group,
 )
 from vllm_spec_ext.engine.starting.spec_config import MethodSettings
+from vllm_spec_ext.engine.verifying.drawn_drafts import DraftDistributions
 from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import RequestFacts
+from vllm_spec_ext.proposers.draft_tree import is_branching
 from vllm_spec_ext.scorers.narrow import narrow
 from vllm_spec_ext.scorers.options import EtaOptions, ScorerOptions
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
+    from vllm_spec_ext.engine.runner import SpecRunnerMixin
+
 logger = logging.getLogger("vllm.spec_ext")
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestState:
-    """Parsed once, when the request is first drafted for or judged."""
+    """A request's options, parsed once, and the draft that waits for its step."""
 
     options: RequestOptions
     rule: ScorerOptions | None  # None: the server's own
     eta: EtaOptions | None
     exact_ids: NDArray[np.int64]  # stop and EOS ids: only an exact match accepts these
     share_group: str | None = None  # see RequestStep
+    draft: ScheduledDraft | None = None
+    probs: torch.Tensor | None = None  # [num_nodes, vocab] that the draft was drawn from
+
+    def _draft_of(self, scheduled: Sequence[int]) -> ScheduledDraft | None:
+        """The draft, if what was scheduled is its beginning; vLLM also schedules placeholders."""
+        draft = self.draft
+        if draft is None or not scheduled or draft.tokens[: len(scheduled)] != list(scheduled):
+            return None
+        return draft
+
+    def parents_of(self, scheduled: Sequence[int]) -> list[int] | None:
+        """Parents of the scheduled part of the draft; None if that part is a chain."""
+        draft = self._draft_of(scheduled)
+        parents = None if draft is None else draft.parents
+        parents = None if parents is None else parents[: len(scheduled)]
+        return parents if parents is not None and is_branching(parents) else None
+
+    def distributions_of(self, scheduled: Sequence[int]) -> DraftDistributions | None:
+        """What the scheduled part of the draft was drawn from; None if it was chosen."""
+        draft = self._draft_of(scheduled)
+        if draft is None or draft.drawn is None or self.probs is None:
+            return None
+        return DraftDistributions(self.probs[: len(scheduled)], draft.drawn)
+
+
+class RequestStates:
+    """The states of all requests that the runner knows."""
+
+    def __init__(self, settings: MethodSettings) -> None:
+        """Start without any; `settings` are the engine's."""
+        self._settings = settings
+        self._states: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def of(self, request_id: str, runner: "SpecRunnerMixin") -> RequestState:
+        """The state of a request, read from its parameters at first."""
+        state = self._states.get(request_id)
+        if state is None:
+            batch = runner.input_batch
+            row = batch.req_id_to_index[request_id]
+            facts = RequestFacts(
+                prompt=batch.token_ids_cpu[row, : batch.num_prompt_tokens[row]],
+                vocab_size=batch.vocab_size,
+                max_model_len=runner.max_model_len,
+            )
+            params = runner.requests[request_id].sampling_params
+            state = self._states[request_id] = read_request(params, self._settings, facts)
+        return state
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests that are gone."""
+        for request_id in request_ids:
+            self._states.pop(request_id, None)
 
 
 def read_request(

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
-from vllm_spec_ext.engine.trees.plan import TreePlan
+from vllm_spec_ext.engine.trees.plan import RequestRows, TreePlan, build_plan
+from vllm_spec_ext.scorers.walk.tree import Walk
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -111,6 +112,48 @@ class TreeAttention:
         """Tokens a block of the request's block table."""
         return self._runner.input_batch.block_table[0].block_size
 
+    def plan_step(
+        self,
+        parents: Sequence[Sequence[int] | None],
+        drafts: Sequence[Sequence[int]],
+        num_scheduled: Sequence[int],
+    ) -> None:
+        """Lay out the trees of a step, if it has any; after vLLM prepared its inputs.
+
+        Args:
+            parents: Of each request's draft if it branches, else None.
+            drafts: Scheduled draft tokens of each request.
+            num_scheduled: Tokens of each request in this step.
+        """
+        self.plan, self._shared = None, None
+        batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
+        requests = []
+        for row, (own, draft) in enumerate(zip(parents, drafts, strict=True)):
+            num_tokens = int(num_scheduled[row])
+            computed = int(batch.num_computed_tokens_cpu[row])
+            tree = own if num_tokens == len(draft) + 1 else None
+            requests.append(RequestRows(int(starts[row]), num_tokens, computed, tree))
+        if any(request.parents is not None for request in requests):
+            table = batch.block_table[0].block_table.np
+            self.begin(build_plan(requests, table, self.block_size, self.scratch))
+
+    def commit(self, walk: Walk) -> None:
+        """Put the accepted tokens' KV in its place, before anything counts as computed."""
+        assert self.plan is not None
+        batch, copies = self._runner.input_batch, []
+        for row in self.plan.segments:
+            num_accepted = int(walk.num_accepted[row])
+            if not num_accepted:
+                continue
+            last_node = int(walk.accepted[row, num_accepted - 1])
+            position = int(batch.num_computed_tokens_cpu[row]) + num_accepted
+            table = batch.block_table[0].block_table.np[row]
+            copies += [
+                (block, int(table[column]))
+                for block, column in self.plan.commits(row, last_node, position, self.block_size)
+            ]
+        self.copy_blocks(copies)
+
     def begin(self, plan: TreePlan) -> None:
         """Make a plan the current one: positions, slots, copies of the tail blocks."""
         runner = self._runner
@@ -122,11 +165,6 @@ class TreeAttention:
             slots[_tensor(plan.scratch_rows, device)] = _tensor(plan.scratch_slots, device)
             self._shared = (_tensor(plan.shared_rows, device), _tensor(plan.shared_slots, device))
         self.copy_blocks(plan.tail_copies)
-
-    def end(self) -> None:
-        """Forget the plan; the next step starts plainly."""
-        self.plan = None
-        self._shared = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole KV blocks of all layers.

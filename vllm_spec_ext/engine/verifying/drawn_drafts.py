@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts whose tokens were drawn, with their distributions, until the target has verified them.
+"""Verifies drafts whose tokens were drawn, with the distributions that they were drawn from.
 
 A drawn token is accepted by how likely it is to the target *and* to its drafter: speculative
 sampling, and for siblings SpecInfer's multi-step rule (:mod:`vllm_spec_ext.scorers.walk`).
 The output is distributed as with the target's own draws, and more drawn tokens are accepted.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,36 +24,6 @@ class DraftDistributions:
 
     probs: torch.Tensor  # [num_nodes, vocab] float32
     drawn: Drawn
-
-
-class DrawnDrafts:
-    """What the proposer drew for each request, until the next draft or the request's end."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[list[int], DraftDistributions]] = {}
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def keep(
-        self, request_id: str, tokens: list[int], distributions: DraftDistributions | None
-    ) -> None:
-        """Remember those of a draft that is about to be verified, in place of older ones."""
-        self._kept.pop(request_id, None)
-        if distributions is not None:
-            self._kept[request_id] = (tokens, distributions)
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Requests that are gone."""
-        for request_id in request_ids:
-            self._kept.pop(request_id, None)
-
-    def of(self, request_id: str, scheduled: Sequence[int]) -> DraftDistributions | None:
-        """Those of the scheduled part of a draft; None if that is another one, or was not drawn."""
-        tokens, distributions = self._kept.get(request_id, ([], None))
-        if distributions is None or not scheduled or tokens[: len(scheduled)] != list(scheduled):
-            return None
-        return DraftDistributions(distributions.probs[: len(scheduled)], distributions.drawn)
 
 
 def judged_rows(batch: DraftBatch, requests: Iterable[int]) -> np.ndarray:

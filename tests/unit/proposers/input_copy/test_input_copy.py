@@ -118,6 +118,13 @@ def test_drafts_are_cut_to_their_room() -> None:
     assert session.say(11, room=3) == [12, 13, 14]
 
 
+def test_ids_that_the_model_cannot_say_are_not_drafted() -> None:
+    """vLLM takes prompts with ids up to the tokenizer's largest, which may be above the model's."""
+    session = Session([10, 11, 1000, 1003, 12, 13])
+    assert session.say(10) == [11]
+    assert session.say(11, 12) == [13]
+
+
 def test_after_a_divergence_waits_for_a_match() -> None:
     session = Session(SOURCE)
     session.say(10)

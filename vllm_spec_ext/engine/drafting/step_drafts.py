@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafts of one step: what the proposer makes within the budget, cut to what is verifiable."""
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_spec_ext.engine.drafting.draft_budget import UNLIMITED, Allowance, DraftBudget, shares
+from vllm_spec_ext.engine.drafting.scheduled_draft import ScheduledDraft
+from vllm_spec_ext.engine.step import Step
+from vllm_spec_ext.engine.trees.plan import fitting_prefix, segment_bounds
+from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext
+from vllm_spec_ext.proposers.draft_tree import chain_parents, is_branching
+
+if TYPE_CHECKING:
+    from vllm_spec_ext.engine.runner import SpecRunnerMixin
+
+
+class StepDrafts:
+    """Of one runner; works on rank 0 only."""
+
+    def __init__(self, runner: "SpecRunnerMixin") -> None:
+        """Start with the small budget of a fresh engine, unless the user wants none."""
+        self._runner = runner
+        adaptive = runner.speculative_config.spec_ext.options.adaptive_length
+        self.budget: DraftBudget | None = DraftBudget() if adaptive else None
+        self._num_held_back = 0  # steps
+
+    def decide(
+        self,
+        step: Step,
+        new_tokens: list[list[int]],
+        sample_hidden_states: torch.Tensor,
+        max_draft_tokens: int,
+    ) -> tuple[list[ScheduledDraft], list[torch.Tensor]]:
+        """One draft for each request that got new tokens, in batch order.
+
+        Args:
+            step: The one that gave these tokens.
+            new_tokens: Of each request; empty in an unfinished prefill.
+            sample_hidden_states: [num_sampled_rows, hidden] of the target's final layer.
+            max_draft_tokens: The engine's limit for each request.
+
+        Returns:
+            The drafts, and the distributions of the drawn ones.
+        """
+        runner = self._runner
+        started = self._observe_step(step, new_tokens)
+        rows = [row for row, tokens in enumerate(new_tokens) if tokens]
+        requests = [self._request_step(row, new_tokens[row], max_draft_tokens) for row in rows]
+        requests, allowance = self._within_budget(requests)
+        hidden = None
+        if runner.drafter.needs.hidden_states and rows:
+            last = step.last_rows(new_tokens)
+            hidden = sample_hidden_states[[last[row] for row in rows]]
+        context = StepContext(requests, hidden, allowance.min_probability)
+        self._log_outcomes(step, rows, new_tokens)
+        made = runner.drafter.draft(context, step.outcomes(new_tokens))
+        drafts, probs = self._schedule(requests, made)
+        if self.budget is not None:
+            self.budget.drafted({runner.drafter.info.name: time.perf_counter() - started})
+        return drafts, probs
+
+    def _schedule(
+        self, requests: list[RequestStep], made: list[Draft]
+    ) -> tuple[list[ScheduledDraft], list[torch.Tensor]]:
+        trees, log = self._runner.tree_attention, self._runner.step_log
+        num_free = 0 if trees is None else len(trees.scratch)
+        drafts, probs = [], []
+        for request, draft in zip(requests, made, strict=True):
+            parents, used = self._verifiable(request, draft, num_free)
+            num_free -= used
+            tokens = draft.tokens[: len(parents)].tolist()
+            drawn = None
+            if draft.probs is not None and tokens and self._may_draw(request.request_id):
+                drawn = draft.drawn
+                probs.append(draft.probs[: len(tokens)])
+            tree = parents if is_branching(parents) else None
+            drafts.append(ScheduledDraft(request.request_id, tokens, tree, drawn))
+            if log is not None:
+                log.drafted(request.request_id, tokens, parents, draft)
+        return drafts, probs
+
+    def _observe_step(self, step: Step, new_tokens: list[list[int]]) -> float:
+        """By now the new tokens are on the host; returns the time, at which drafting starts."""
+        now = time.perf_counter()
+        if self.budget is not None:
+            verified = [
+                (len(draft), len(tokens))
+                for draft, tokens in zip(step.drafts, new_tokens, strict=True)
+                if tokens
+            ]
+            self.budget.verified(
+                len(verified),
+                sum(num_drafted for num_drafted, _ in verified),
+                sum(num_tokens for _, num_tokens in verified),
+                None if step.started is None else now - step.started,
+            )
+        return now
+
+    def _within_budget(self, requests: list[RequestStep]) -> tuple[list[RequestStep], Allowance]:
+        """Take away the room that drafts have not earned."""
+        if self.budget is None:
+            return requests, UNLIMITED
+        rooms = [request.room for request in requests]
+        allowance = self.budget.allow(rooms)
+        if allowance.max_tokens is None or not requests:
+            return requests, allowance
+        self._num_held_back += 1  # the remainder goes to another request each time
+        given = shares(allowance.max_tokens, rooms, self._num_held_back % len(requests))
+        self._runner.drafter.count_held_back(sum(map(int.__lt__, given, rooms)))
+        held = [replace(request, room=room) for request, room in zip(requests, given, strict=True)]
+        return held, allowance
+
+    def _request_step(self, row: int, new_tokens: list[int], max_draft_tokens: int) -> RequestStep:
+        runner = self._runner
+        batch = runner.input_batch
+        request_id = batch.req_ids[row]
+        num_tokens = int(batch.num_tokens_no_spec[row])
+        num_prompt_tokens = int(batch.num_prompt_tokens[row])
+        params = runner.requests[request_id].sampling_params
+        state = runner.state_of(request_id)
+        if state.options.max_draft_tokens is not None:
+            max_draft_tokens = min(max_draft_tokens, state.options.max_draft_tokens)
+        num_left = (params.max_tokens or runner.max_model_len) - (num_tokens - num_prompt_tokens)
+        # The bonus token needs a place too, so one less than what is left.
+        room = min(max_draft_tokens, num_left - 1, runner.max_model_len - num_tokens - 1)
+        return RequestStep(
+            request_id=request_id,
+            token_ids=batch.token_ids_cpu[row, :num_tokens],
+            num_prompt_tokens=num_prompt_tokens,
+            new_tokens=new_tokens,
+            room=max(0, room),
+            options=state.options,
+            temperature=params.temperature,
+            seed=params.seed,
+            share_group=state.share_group,
+        )
+
+    def _verifiable(
+        self, request: RequestStep, draft: Draft, num_free: int
+    ) -> tuple[list[int], int]:
+        """The part of a draft that the next step can verify.
+
+        Returns:
+            Parents of the nodes that stay, and the scratch blocks that they will need.
+        """
+        num_nodes = min(len(draft), request.room)
+        if draft.parents is None:
+            return chain_parents(num_nodes), 0
+        parents: list[int] = draft.parents[:num_nodes].tolist()
+        if not is_branching(parents):
+            return parents, 0
+        trees = self._runner.tree_attention
+        params = self._runner.requests[request.request_id].sampling_params
+        # vLLM's grammar follows one chain of draft tokens.
+        if trees is None or params.structured_outputs is not None:
+            first_end = segment_bounds(parents)[0][1]
+            return parents[:first_end], 0
+        num_computed = len(request.token_ids) - 1
+        size, used = fitting_prefix(parents, num_computed, trees.block_size, num_free)
+        return parents[:size], used
+
+    def _may_draw(self, request_id: str) -> bool:
+        """Whether the distributions of a draft may be used for this request.
+
+        A seeded request's text must not depend on its drafts (engine/verifying/seeded_rows.py); a
+        grammar cuts drafts where a drawn token breaks it, so what is left is no longer a draw; and
+        the log-probabilities after sampling constraints are those of vLLM's own draws.
+        """
+        params = self._runner.requests[request_id].sampling_params
+        if params.seed is not None or params.structured_outputs is not None:
+            return False
+        return self._runner.sampler.logprobs_mode.startswith("raw")
+
+    def _log_outcomes(self, step: Step, rows: list[int], new_tokens: list[list[int]]) -> None:
+        log = self._runner.step_log
+        if log is None:
+            return
+        log.next_step()
+        for row in rows:
+            accepted = step.accepted_nodes(row, len(new_tokens[row]) - 1)
+            log.judged(step.request_ids[row], step.drafts[row], accepted, new_tokens[row])

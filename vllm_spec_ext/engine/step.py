@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of the engine: which draft tokens were scheduled, and what the target made of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vllm_spec_ext.proposers.base import StepOutcome
+from vllm_spec_ext.scorers.walk.tree import Walk
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+@dataclass
+class Step:
+    """What the overrides of the runner tell each other about the current step."""
+
+    request_ids: Sequence[str] = ()  # in batch order
+    drafts: Sequence[list[int]] = ()  # scheduled draft tokens of each request
+    started: float | None = None  # seconds of the clock; None: prefill says nothing of decoding
+    walk: Walk | None = None  # of our own verification; None = vLLM's, of chains
+    held_generators: dict[int, torch.Generator] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, request_ids: Sequence[str], scheduler_output: "SchedulerOutput", started: float
+    ) -> "Step":
+        """The step that vLLM has just prepared; `started` as the attribute, with any prefill."""
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        drafts = [scheduled.get(request_id, []) for request_id in request_ids]
+        decoded = sum(len(draft) + 1 for draft in drafts)
+        only_decodes = decoded == scheduler_output.total_num_scheduled_tokens
+        return cls(tuple(request_ids), drafts, started if only_decodes else None)
+
+    def hold_back(
+        self, generators: dict[int, torch.Generator], discarded: NDArray[np.bool_]
+    ) -> None:
+        """Let requests in mid-prefill, whose samples are discarded, draw nothing from their seeds.
+
+        vLLM takes such a draw back by the generator's offset (0.32 ``_bookkeeping_sync``), which a
+        CPU generator does not have: there it ends the engine.
+        """
+        held = [row for row in generators if discarded[row]]
+        self.held_generators = {row: generators.pop(row) for row in held}
+
+    def accepted_nodes(self, row: int, num_accepted: int) -> tuple[int, ...]:
+        """The accepted path of a request's draft; the first nodes of a chain."""
+        if self.walk is None:
+            return tuple(range(num_accepted))
+        return tuple(self.walk.accepted[row, :num_accepted].tolist())
+
+    def outcomes(self, new_tokens: Sequence[Sequence[int]]) -> list[StepOutcome]:
+        """What became of each draft.
+
+        Args:
+            new_tokens: Of each request; empty in an unfinished prefill.
+        """
+        found = []
+        for row, (draft, tokens) in enumerate(zip(self.drafts, new_tokens, strict=True)):
+            # Placeholders (-1) are the scheduler's padding of a resumed request, not a draft.
+            num_drafted = sum(token >= 0 for token in draft)
+            if num_drafted and tokens:
+                nodes = self.accepted_nodes(row, len(tokens) - 1)
+                found.append(StepOutcome(self.request_ids[row], num_drafted, len(nodes), nodes))
+        return found
+
+    def last_rows(self, new_tokens: Sequence[Sequence[int]]) -> list[int]:
+        """Row of the step's logits that gave each request's last new token."""
+        rows, offset = [], 0
+        for row, (draft, tokens) in enumerate(zip(self.drafts, new_tokens, strict=True)):
+            node = len(tokens) - 2  # the node before the last token of a chain, -1 = root
+            if self.walk is not None and node >= 0:
+                node = int(self.walk.accepted[row, node])
+            rows.append(offset + 1 + max(node, -1))
+            offset += len(draft) + 1
+        return rows
