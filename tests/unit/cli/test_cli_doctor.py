@@ -13,6 +13,8 @@ from vllm_spec_ext.cli import doctor as doctor_module
 from vllm_spec_ext.cli import environment_checks as checks
 from vllm_spec_ext.cli.doctor import doctor
 from vllm_spec_ext.cli.environment_checks import Check
+from vllm_spec_ext.cli.main import main
+from vllm_spec_ext.cli.top import Snapshot
 from vllm_spec_ext.cli.vllm_metadata import VllmInstall
 from vllm_spec_ext.compat import HookStatus
 from vllm_spec_ext.compat.source import Source
@@ -135,6 +137,21 @@ def test_another_vllm_is_looked_at_in_its_wheel(
     assert broken == {f"there is no module {missing}"}
     with pytest.raises(SpecExtError, match="no folder and no wheel"):
         doctor(source=tmp_path / "none.whl")
+
+
+def test_a_server_that_refuses_drafts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor_module, "run_checks", lambda: [])
+    engines = {"good (exact)": {"steps": 7.0}, "bad (exact)": {"refused_drafts": 3.0}}
+    monkeypatch.setattr("vllm_spec_ext.cli.top.fetch", lambda url: Snapshot(0.0, engines))
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--url", "http://localhost:1/metrics"])
+    assert stop.value.code == 1
+    printed = capsys.readouterr().out
+    assert "server: good (exact): 7 decoding steps, no draft refused" in printed
+    assert "server: bad (exact): 3 drafts lost" in printed
+    assert "fix: its log names each kind" in printed
 
 
 def test_fix_repairs_first(
