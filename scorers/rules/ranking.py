@@ -11,14 +11,15 @@ That is the order of ``torch.argmax``, so "among the best 1" is the greedy choic
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
+
+from vllm_spec_ext.compiled import kernel
 
 # Small enough that a decision comes early, large enough that the inner loop is vectorised.
 BLOCK = 2048
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _num_not_below(block, value):  # type: ignore[no-untyped-def]
     count = 0
     for j in range(block.shape[0]):
@@ -26,7 +27,7 @@ def _num_not_below(block, value):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _num_above(block, value):  # type: ignore[no-untyped-def]
     count = 0
     for j in range(block.shape[0]):
@@ -34,7 +35,7 @@ def _num_above(block, value):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _exceeds(block, value, margin):  # type: ignore[no-untyped-def]
     exceeds = False
     for j in range(block.shape[0]):
@@ -42,7 +43,7 @@ def _exceeds(block, value, margin):  # type: ignore[no-untyped-def]
     return exceeds
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _stands(row, token, limit, margin):  # type: ignore[no-untyped-def]
     value = row[token]
     if not value > -float("inf") or limit < 1:
@@ -64,7 +65,7 @@ def _stands(row, token, limit, margin):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _all_stand(  # type: ignore[no-untyped-def]
     logits, rows, tokens, limits, margins, out
 ):
@@ -72,7 +73,7 @@ def _all_stand(  # type: ignore[no-untyped-def]
         out[i] = _stands(logits[rows[i]], tokens[i], limits[i], margins[i])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _first_equal(logits, values, positions):  # type: ignore[no-untyped-def]
     """Move each position on to the first entry of its row that is the value (or NaN, if it is)."""
     for i in range(logits.shape[0]):

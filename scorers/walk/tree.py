@@ -19,9 +19,10 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
+
+from vllm_spec_ext.compiled import kernel
 
 IntArray = NDArray[np.int64]
 HostArray: TypeAlias = Tensor | NDArray[np.generic]  # what a walk accepts
@@ -76,7 +77,7 @@ def host(values: HostArray, dtype: type[ScalarT]) -> NDArray[ScalarT]:
     return np.ascontiguousarray(array, dtype=dtype)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _fill_depths(parents, starts, out):  # type: ignore[no-untyped-def]
     deepest = -1
     for r in range(starts.shape[0] - 1):
@@ -87,7 +88,7 @@ def _fill_depths(parents, starts, out):  # type: ignore[no-untyped-def]
     return deepest
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _next_child(  # type: ignore[no-untyped-def]
     parents, tokens, tolerated, draft_logits, first, end, node, choice
 ):
@@ -105,7 +106,7 @@ def _next_child(  # type: ignore[no-untyped-def]
     return best - first if best >= 0 else -1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _walk(  # type: ignore[no-untyped-def]
     parents, tokens, starts, choices, tolerated, draft_logits
 ):
