@@ -30,7 +30,7 @@ def narrow(
     request_value: str | Mapping[str, Any] | None,
     parameter: str = "scorer",
 ) -> ScorerOptions:
-    """The rule one request is judged by.
+    """The rule by which one request is verified.
 
     Args:
         server_rule: The engine's rule; None is the exact one.

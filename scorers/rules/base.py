@@ -46,7 +46,7 @@ class Verification:
     first path first); requests stand in batch order.
     """
 
-    logits: Tensor  # [num_rows, vocab] float32; row i judges node i unless `rows` says otherwise
+    logits: Tensor  # [num_rows, vocab] float32; row i verifies node i unless `rows` says otherwise
     draft_token_ids: Tensor  # [num_nodes] int64; ids outside the vocabulary are never tolerated
     depths: Tensor  # [num_nodes] int64, 0 for children of the root
     request_index: Tensor  # [num_nodes] int64, ascending
@@ -61,7 +61,7 @@ class Verification:
         return self.draft_token_ids.shape[0]
 
     @cached_property
-    def judging_rows(self) -> Tensor:
+    def verifying_rows(self) -> Tensor:
         """[num_nodes] int64 index into ``logits``."""
         if self.rows is not None:
             return self.rows
@@ -80,13 +80,13 @@ class Verification:
     @cached_property
     def draft_logits(self) -> Tensor:
         """[num_nodes] float32 target logit of each draft token; ``-inf`` for unknown ids."""
-        values = self.logits[self.judging_rows, self.tokens]
+        values = self.logits[self.verifying_rows, self.tokens]
         return torch.where(self.known, values, -torch.inf)
 
     @cached_property
     def choice(self) -> Tensor:
-        """[num_nodes] int64: ``torch.argmax`` of the row that judges the node."""
-        return first_argmax(self.logits)[self.judging_rows]
+        """[num_nodes] int64: ``torch.argmax`` of the row that verifies the node."""
+        return first_argmax(self.logits)[self.verifying_rows]
 
     @cached_property
     def free(self) -> Tensor:
@@ -99,7 +99,7 @@ class Verification:
         one = torch.ones_like(self.tokens)
         no_margin = torch.full_like(self.draft_logits, torch.inf)
         # Cheaper than `choice`: a wrong draft is known as such after a few blocks of its row.
-        exact = stands(self.logits, self.judging_rows, self.tokens, one, no_margin) & self.known
+        exact = stands(self.logits, self.verifying_rows, self.tokens, one, no_margin) & self.known
         return exact if self.sampled is None else exact & ~self.sampled
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a draft token stands among the target's logits, without sorting the vocabulary.
 
-On the CPU one compiled pass reads a row in blocks and leaves it as soon as the verdict is known;
+On the CPU one compiled pass reads a row in blocks and leaves it as soon as the answer is known;
 most wrong drafts fall in the first block. A sort or a softmax over the same rows costs 10 to 50
 times as much. On other devices the same definitions run as two plain tensor reductions.
 
@@ -119,12 +119,12 @@ def stands_on_device(
     logits: Tensor, rows: Tensor, tokens: Tensor, limits: Tensor, margins: Tensor
 ) -> Tensor:
     """As :func:`stands`, in plain tensor operations (no host synchronisation)."""
-    judging = logits[rows]
-    own = judging.gather(1, tokens[:, None])
+    verifying = logits[rows]
+    own = verifying.gather(1, tokens[:, None])
     ids = torch.arange(logits.shape[1], device=logits.device)
     # Written as negations so that NaN logits count as ahead, as in torch.argmax.
-    ahead = ~(judging <= own) | ((judging == own) & (ids < tokens[:, None]))
-    near = judging.amax(dim=1) - own[:, 0] <= margins
+    ahead = ~(verifying <= own) | ((verifying == own) & (ids < tokens[:, None]))
+    near = verifying.amax(dim=1) - own[:, 0] <= margins
     first = ahead.sum(dim=1) == 0  # inf - inf is NaN, but the best token needs no margin
     return (ahead.sum(dim=1) < limits) & (near | first) & (own[:, 0] > -torch.inf)
 

@@ -52,8 +52,8 @@ def node_rows(starts: HostArray) -> tuple[IntArray, IntArray]:
     return first[:-1] + np.arange(len(first) - 1), np.arange(first[-1]) + requests + 1
 
 
-def judging_rows(parents: HostArray, starts: HostArray) -> IntArray:
-    """[num_nodes] int64: the row that judges each node, that is its parent's.
+def verifying_rows(parents: HostArray, starts: HostArray) -> IntArray:
+    """[num_nodes] int64: the row that verifies each node, that is its parent's.
 
     Args:
         parents: [num_nodes] parent within the request, -1 = root.
@@ -65,7 +65,7 @@ def judging_rows(parents: HostArray, starts: HostArray) -> IntArray:
 
 
 def node_depths(parents: HostArray, starts: HostArray) -> IntArray:
-    """[num_nodes] int64: 0 for children of the root. Arguments as :func:`judging_rows`."""
+    """[num_nodes] int64: 0 for children of the root. Arguments as :func:`verifying_rows`."""
     out = np.empty(len(parents), np.int64)
     _fill_depths(host(parents, np.int64), host(starts, np.int64), out)
     return out

@@ -252,17 +252,18 @@ class SpecRunnerMixin:
         batch = self._draft_batch(plan)
         num_rows = (np.diff(batch.node_starts) + 1).tolist()
         self._distribution.use_eta([s.eta for s in states], num_rows, greedy, self.device)
-        judge = None
+        verifier = None
         distributions = self._draft_distributions(greedy)
         if has_budget:
             requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
             budgets = self._budgets.of_rows(holder, batch, requests, metadata.output_token_ids)
             metadata = replace(metadata, thinking_budget_state_holder=budgets)
         if self._relaxed_rule is not None and has_draft:
-            judge, distributions = self._relaxed_rule.judge(batch, states, greedy, self.device), {}
+            verifier = self._relaxed_rule.verifier(batch, states, greedy, self.device)
+            distributions = {}
         assert logits is not None
         output, self._last_walk = verify(
-            batch, logits, metadata, self.sampler, judge, distributions
+            batch, logits, metadata, self.sampler, verifier, distributions
         )
         if plan is not None:
             self._commit(self._last_walk)

@@ -15,7 +15,7 @@ from vllm_spec_ext.scorers.parse import names, parse_rule
 from vllm_spec_ext.scorers.registry import build_scorer, warm_up
 from vllm_spec_ext.scorers.rules.base import Verification
 from vllm_spec_ext.scorers.rules.ranking import BLOCK, first_argmax, stands, stands_on_device
-from vllm_spec_ext.scorers.walk.tree import judging_rows, node_depths
+from vllm_spec_ext.scorers.walk.tree import node_depths, verifying_rows
 
 RULES: list[dict[str, Any]] = [
     {"type": "exact"},
@@ -58,7 +58,7 @@ def make_batch(seed: int, *, tree: bool, vocab: int = 7, requests: int = 4) -> V
         depths=torch.from_numpy(node_depths(np.array(parents, np.int64), starts)),
         request_index=torch.from_numpy(np.repeat(np.arange(requests), sizes)),
         exact_only=torch.from_numpy(rng.random(num_nodes) < 0.2),
-        rows=torch.from_numpy(judging_rows(np.array(parents, np.int64), starts)),
+        rows=torch.from_numpy(verifying_rows(np.array(parents, np.int64), starts)),
         parents=torch.tensor(parents, dtype=torch.int64) if tree else None,
         sampled=torch.from_numpy(rng.random(num_nodes) < 0.4),
     )
@@ -66,7 +66,7 @@ def make_batch(seed: int, *, tree: bool, vocab: int = 7, requests: int = 4) -> V
 
 def reference(rule: ScorerOptions, v: Verification, node: int) -> bool:
     """What one rule says of one node, by definition."""
-    row = v.logits[int(v.judging_rows[node])].tolist()
+    row = v.logits[int(v.verifying_rows[node])].tolist()
     token = int(v.draft_token_ids[node])
     if not 0 <= token < len(row) or row[token] == -np.inf:
         return False
@@ -124,7 +124,7 @@ def test_strict_end_is_exact_even_without_normalisation(options: dict[str, Any])
         exact = build_scorer(None).tolerated(v)
         assert torch.equal(scorer.tolerated(v), exact)
         greedy = ~v.sampled & v.known & (v.draft_logits > -torch.inf)  # type: ignore[operator]
-        argmax = v.logits[v.judging_rows].argmax(1) == v.draft_token_ids
+        argmax = v.logits[v.verifying_rows].argmax(1) == v.draft_token_ids
         assert torch.equal(exact, argmax & greedy)
 
 
