@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scorer is: the flattened batch it judges and the mask it returns.
+"""What a scorer is: the flattened batch it verifies and the mask it returns.
 
 A scorer answers one question for every draft node: *may this token stand, although the target may
-have chosen another one?* Everything else (which row belongs to which node, what happens after a
-node falls) is done around it: in a chain the adapter overwrites the judging row by a one-hot row at
-a tolerated token before vLLM's own sampling kernels run, in a tree :mod:`.tree` walks.
+have chosen another one?* Everything else is done around it: the engine says which row belongs to
+which node and draws the target's own token at every row, and :func:`..walk.tree.walk` goes from the
+root to the nodes that stand, in chains as in trees.
 
 What ``tolerated`` means:
 
@@ -37,10 +37,9 @@ class Verification:
 
     ``logits`` are the target's float32 logits *before* temperature, top-k and top-p, so that a
     tolerance in nats means the same at every temperature, but *after* everything that changes what
-    the target would choose: penalties, allowed tokens, bad words, minimum length, grammar. In
-    vLLM 0.32 that is between ``RejectionSampler.apply_logits_processors`` and
-    ``apply_sampling_constraints``. A token at ``-inf`` is forbidden and never tolerated.
-    They are read, never written.
+    the target would choose: penalties, allowed tokens, bad words, minimum length, grammar. That is
+    what vLLM 0.32 ``Sampler.apply_logits_processors`` returns. A token at ``-inf`` is forbidden and
+    never tolerated. They are read, never written.
 
     Nodes of one request stand together, in the order of its draft (parents before children, the
     first path first); requests stand in batch order.
