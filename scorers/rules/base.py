@@ -20,7 +20,7 @@ exact rule, ties and sampled requests included.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -110,6 +110,16 @@ class Scorer(Protocol):
     """
 
     lossless: ClassVar[bool]
+
+    @classmethod
+    def of(cls, rule: Any, vocab_size: int | None) -> Self:
+        """The rule with the parameters of its options.
+
+        Args:
+            rule: Of the options class that stands beside the scorer in the registry; never one
+                whose parameters are at their strict end.
+            vocab_size: Width of the target's logits; None where it is not known yet.
+        """
 
     def relaxed(self, v: Verification) -> Tensor:
         """[num_nodes] bool: as ``tolerated``, but may leave out exact matches (for unions)."""

@@ -30,6 +30,11 @@ class Tolerance:
     tau: float | Tensor  # nats; tensor: [num_requests] float32
     lossless: ClassVar[bool] = False
 
+    @classmethod
+    def of(cls, rule: ToleranceRule, vocab_size: int | None) -> "Tolerance":
+        """The rule with its options' parameters."""
+        return cls(rule.beta, rule.tau)
+
     def tolerated(self, v: Verification) -> Tensor:
         """[num_nodes] bool: near enough to the best token of the verifying row."""
         return ranked_within(

@@ -45,6 +45,11 @@ class TopK:
     k: int | Tensor  # tensor: [num_requests] int64
     lossless: ClassVar[bool] = False
 
+    @classmethod
+    def of(cls, rule: TopKRule, vocab_size: int | None) -> "TopK":
+        """The rule with its options' parameters."""
+        return cls(rule.k)
+
     def tolerated(self, v: Verification) -> Tensor:
         """[num_nodes] bool: among the k best of the verifying row."""
         margins = per_node(torch.inf, v, torch.float32)

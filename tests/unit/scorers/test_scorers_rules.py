@@ -9,10 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_spec_ext.scorers.build import build_scorer, warm_up
 from vllm_spec_ext.scorers.narrow import narrow
-from vllm_spec_ext.scorers.options import ScorerOptions
-from vllm_spec_ext.scorers.parse import names, parse_rule
-from vllm_spec_ext.scorers.registry import build_scorer, warm_up
+from vllm_spec_ext.scorers.options import (
+    AnyOfRule,
+    DistanceRule,
+    MinBlockRule,
+    ScorerOptions,
+    ToleranceRule,
+    TopKRule,
+)
+from vllm_spec_ext.scorers.parse import parse_rule
+from vllm_spec_ext.scorers.registry import names
 from vllm_spec_ext.scorers.rules.base import Verification
 from vllm_spec_ext.scorers.rules.ranking import BLOCK, first_argmax, stands, stands_on_device
 from vllm_spec_ext.scorers.walk.tree import node_depths, verifying_rows
@@ -75,16 +83,16 @@ def reference(rule: ScorerOptions, v: Verification, node: int) -> bool:
     exact = token == best and not bool(v.sampled[node])  # type: ignore[index]
     if bool(v.exact_only[node]):
         return exact
-    if rule.type == "any_of":
+    if isinstance(rule, AnyOfRule):
         return any(reference(member, v, node) for member in rule.rules)
     relaxed = False
-    if rule.type == "top_k" and rule.k > 1:
+    if isinstance(rule, TopKRule) and rule.k > 1:
         relaxed = rank < rule.k
-    elif rule.type == "tolerance" and rule.beta > 1 and rule.tau > 0:
+    elif isinstance(rule, ToleranceRule) and rule.beta > 1 and rule.tau > 0:
         relaxed = rank < rule.beta and row[best] - row[token] <= rule.tau
-    elif rule.type == "distance" and rule.epsilon > 0:
+    elif isinstance(rule, DistanceRule) and rule.epsilon > 0:
         relaxed = abs(token - best) <= rule.epsilon
-    elif rule.type == "min_block":
+    elif isinstance(rule, MinBlockRule):
         mine = [i for i in range(v.num_nodes) if v.request_index[i] == v.request_index[node]]
         first_path, last = set(), -1
         for position, i in enumerate(mine):
@@ -116,7 +124,7 @@ def test_strict_end_is_exact_even_without_normalisation(options: dict[str, Any])
     loose = parse_rule(
         {**options, **{k: 2 for k in ("k", "epsilon", "length", "tau") if k in options}}
     )
-    if rule.type == "tolerance":
+    if isinstance(rule, ToleranceRule):
         loose = parse_rule({"type": "tolerance", "beta": 5, "tau": 2.0})
     for seed in range(50):
         v = make_batch(seed, tree=True)

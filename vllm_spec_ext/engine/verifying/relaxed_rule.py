@@ -11,7 +11,7 @@ from vllm_spec_ext.engine.requests.state import RequestState
 from vllm_spec_ext.engine.starting.spec_config import MethodSettings
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
 from vllm_spec_ext.engine.verifying.node_sampling import Verifier
-from vllm_spec_ext.scorers.registry import build_scorer, warm_up
+from vllm_spec_ext.scorers.build import build_scorer, warm_up
 from vllm_spec_ext.scorers.rules.base import Verification
 
 logger = logging.getLogger("vllm.spec_ext")
