@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a user's words to a validated rule: names, parsing, contradictions.
+"""From a user's words to a validated rule that the user consents to.
 
 Light on purpose: the front end reads rules, and must not load the compiled scorers (see
 :mod:`vllm_spec_ext.proposers.text_index.occurrence_kernels`).
