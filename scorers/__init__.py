@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scorers: one acceptance rule a module."""
+"""Scorers: which draft tokens stand, and which tokens a step emits.
+
+``rules/`` holds the acceptance rules, one a module, and ``walk/`` what goes through a draft tree.
+``options.py`` says what a rule can be set to, ``registry.py`` lists all rules, ``parse.py`` and
+``narrow.py`` read what the server and its requests ask for, and ``build.py`` makes it run.
+"""
 
 if __name__ != "vllm_spec_ext.scorers":
     raise ImportError(

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.scorers.options import EtaOptions
 
 
@@ -44,7 +44,7 @@ def apply_eta(
 
 
 # reassoc: the sum is vectorised. Where p underflows to 0, the clamp keeps 0 * -inf out of it.
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
+@kernel(fastmath={"reassoc"})
 def _mean_below_best(logits, p, best):  # type: ignore[no-untyped-def]
     total = 0.0
     for x in range(p.shape[0]):
@@ -52,7 +52,7 @@ def _mean_below_best(logits, p, best):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _cut_row(logits, p, best, epsilon, alpha):  # type: ignore[no-untyped-def]
     logit_best, p_best = best
     entropy = -(math.log(p_best) + _mean_below_best(logits, p, np.float32(logit_best)))

@@ -15,22 +15,13 @@ from vllm_spec_ext.scorers.parse import parse_rule
 
 EXACT = ExactRule()
 
-# Parameters in which a smaller value is the stricter one; others belong to the server.
-_NARROWABLE = {
-    "exact": (),
-    "top_k": ("k",),
-    "distance": ("epsilon",),
-    "min_block": ("length",),
-    "tolerance": ("beta", "tau"),
-}
-
 
 def narrow(
     server_rule: ScorerOptions | None,
     request_value: str | Mapping[str, Any] | None,
     parameter: str = "scorer",
 ) -> ScorerOptions:
-    """The rule one request is judged by.
+    """The rule by which one request is verified.
 
     Args:
         server_rule: The engine's rule; None is the exact one.
@@ -77,7 +68,7 @@ def narrow(
 def _narrow_values(
     server: ScorerOptions, given: Mapping[str, Any], parameter: str
 ) -> ScorerOptions:
-    allowed = _NARROWABLE[server.type]
+    allowed = server.narrowable
     for name in given:
         if name not in allowed:
             raise RequestOptionError(
@@ -115,4 +106,4 @@ def _narrow_members(server: AnyOfRule, given: Mapping[str, Any], parameter: str)
         narrow(rule, value, f"{parameter}.rules[{index}]")
         for index, (rule, value) in enumerate(zip(server.rules, values or (), strict=True))
     ]
-    return AnyOfRule.model_validate({"rules": [member.model_dump() for member in members]})
+    return AnyOfRule(rules=tuple(members))

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import OverlayArrays, decay_factor, find_row
 from vllm_spec_ext.proposers.adaptive_ngram.store import PROB_TABLE, BaseArrays
-from vllm_spec_ext.proposers.compiled import kernel
 
 MAX_ROW = 64  # two merged rows of at most 16 + 8 + 8 successors
 MAX_BASE = 16

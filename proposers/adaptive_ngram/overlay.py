@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import check_fingerprint
-from vllm_spec_ext.proposers.compiled import kernel
 
 WAYS = 4
 SUCCESSORS = 8

@@ -4,7 +4,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_spec_ext.proposers.compiled import kernel
+from vllm_spec_ext.compiled import kernel
 
 PUBLISHED_LIMIT = 64  # ADED's --num-draft
 

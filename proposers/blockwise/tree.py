@@ -12,7 +12,7 @@ likely than its child.
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_spec_ext.proposers.compiled import kernel
+from vllm_spec_ext.compiled import kernel
 
 
 @kernel

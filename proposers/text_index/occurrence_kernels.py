@@ -9,7 +9,7 @@ when the first index is built, which is after the worker has started.
 
 import numpy as np
 
-from vllm_spec_ext.proposers.compiled import kernel
+from vllm_spec_ext.compiled import kernel
 
 NO_POSITION = -1
 EMPTY_KEY = np.int64(-1)

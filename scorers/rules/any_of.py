@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from vllm_spec_ext.scorers.build import scorer_of
 from vllm_spec_ext.scorers.options import AnyOfRule, ScorerOptions
 from vllm_spec_ext.scorers.rules.base import Scorer, Verification
 from vllm_spec_ext.scorers.rules.exact import Exact
@@ -25,6 +26,11 @@ class AnyOf:
 
     scorers: tuple[Scorer, ...]
     lossless: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, rule: AnyOfRule, vocab_size: int | None) -> "AnyOf":
+        """The rule with its options' parameters."""
+        return cls(tuple(scorer_of(member, vocab_size) for member in rule.rules))
 
     def relaxed(self, v: Verification) -> Tensor:
         """[num_nodes] bool: tolerated by at least one rule, exact matches perhaps left out."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scorer is: the flattened batch it judges and the mask it returns.
+"""What a scorer is: the flattened batch it verifies and the mask it returns.
 
 A scorer answers one question for every draft node: *may this token stand, although the target may
-have chosen another one?* Everything else (which row belongs to which node, what happens after a
-node falls) is done around it: in a chain the adapter overwrites the judging row by a one-hot row at
-a tolerated token before vLLM's own sampling kernels run, in a tree :mod:`.tree` walks.
+have chosen another one?* Everything else is done around it: the engine says which row belongs to
+which node and draws the target's own token at every row, and :func:`..walk.tree.walk` goes from the
+root to the nodes that stand, in chains as in trees.
 
 What ``tolerated`` means:
 
@@ -20,7 +20,7 @@ exact rule, ties and sampled requests included.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -37,16 +37,15 @@ class Verification:
 
     ``logits`` are the target's float32 logits *before* temperature, top-k and top-p, so that a
     tolerance in nats means the same at every temperature, but *after* everything that changes what
-    the target would choose: penalties, allowed tokens, bad words, minimum length, grammar. In
-    vLLM 0.32 that is between ``RejectionSampler.apply_logits_processors`` and
-    ``apply_sampling_constraints``. A token at ``-inf`` is forbidden and never tolerated.
-    They are read, never written.
+    the target would choose: penalties, allowed tokens, bad words, minimum length, grammar. That is
+    what vLLM 0.32 ``Sampler.apply_logits_processors`` returns. A token at ``-inf`` is forbidden and
+    never tolerated. They are read, never written.
 
     Nodes of one request stand together, in the order of its draft (parents before children, the
     first path first); requests stand in batch order.
     """
 
-    logits: Tensor  # [num_rows, vocab] float32; row i judges node i unless `rows` says otherwise
+    logits: Tensor  # [num_rows, vocab] float32; row i verifies node i unless `rows` says otherwise
     draft_token_ids: Tensor  # [num_nodes] int64; ids outside the vocabulary are never tolerated
     depths: Tensor  # [num_nodes] int64, 0 for children of the root
     request_index: Tensor  # [num_nodes] int64, ascending
@@ -61,7 +60,7 @@ class Verification:
         return self.draft_token_ids.shape[0]
 
     @cached_property
-    def judging_rows(self) -> Tensor:
+    def verifying_rows(self) -> Tensor:
         """[num_nodes] int64 index into ``logits``."""
         if self.rows is not None:
             return self.rows
@@ -80,13 +79,13 @@ class Verification:
     @cached_property
     def draft_logits(self) -> Tensor:
         """[num_nodes] float32 target logit of each draft token; ``-inf`` for unknown ids."""
-        values = self.logits[self.judging_rows, self.tokens]
+        values = self.logits[self.verifying_rows, self.tokens]
         return torch.where(self.known, values, -torch.inf)
 
     @cached_property
     def choice(self) -> Tensor:
-        """[num_nodes] int64: ``torch.argmax`` of the row that judges the node."""
-        return first_argmax(self.logits)[self.judging_rows]
+        """[num_nodes] int64: ``torch.argmax`` of the row that verifies the node."""
+        return first_argmax(self.logits)[self.verifying_rows]
 
     @cached_property
     def free(self) -> Tensor:
@@ -99,7 +98,7 @@ class Verification:
         one = torch.ones_like(self.tokens)
         no_margin = torch.full_like(self.draft_logits, torch.inf)
         # Cheaper than `choice`: a wrong draft is known as such after a few blocks of its row.
-        exact = stands(self.logits, self.judging_rows, self.tokens, one, no_margin) & self.known
+        exact = stands(self.logits, self.verifying_rows, self.tokens, one, no_margin) & self.known
         return exact if self.sampled is None else exact & ~self.sampled
 
 
@@ -111,6 +110,16 @@ class Scorer(Protocol):
     """
 
     lossless: ClassVar[bool]
+
+    @classmethod
+    def of(cls, rule: Any, vocab_size: int | None) -> Self:
+        """The rule with the parameters of its options.
+
+        Args:
+            rule: Of the options class that stands beside the scorer in the registry; never one
+                whose parameters are at their strict end.
+            vocab_size: Width of the target's logits; None where it is not known yet.
+        """
 
     def relaxed(self, v: Verification) -> Tensor:
         """[num_nodes] bool: as ``tolerated``, but may leave out exact matches (for unions)."""

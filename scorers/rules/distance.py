@@ -10,7 +10,7 @@ Sampled requests: a token near the *argmax* is accepted for certain, any other o
 rule; the drawn token plays no part.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from vllm_spec_ext.scorers.options import DistanceRule, ScorerOptions
 from vllm_spec_ext.scorers.rules.base import Verification, per_node
-
-# (target token ids [n] int64, draft token ids [n] int64) -> [n] distances, float
-Metric = Callable[[Tensor, Tensor], Tensor]
+from vllm_spec_ext.scorers.rules.distance_table import Metric, load_metric
 
 
 def id_distance(target: Tensor, draft: Tensor) -> Tensor:
@@ -36,6 +34,12 @@ class Distance:
     epsilon: float | Tensor  # tensor: [num_requests] float32
     metric: Metric = id_distance
     lossless: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, rule: DistanceRule, vocab_size: int | None) -> "Distance":
+        """The rule with its options' parameters."""
+        metric = id_distance if rule.table is None else load_metric(rule.table, vocab_size)
+        return cls(rule.epsilon, metric)
 
     def relaxed(self, v: Verification) -> Tensor:
         """[num_nodes] bool: near the target's choice."""

@@ -10,6 +10,7 @@ Arrays saved by pickle are refused: a metric is data, not code.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.scorers.rules.distance import Metric
+
+# (target token ids [n] int64, draft token ids [n] int64) -> [n] distances, float
+Metric = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(eq=False)

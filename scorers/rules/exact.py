@@ -22,6 +22,11 @@ class Exact:
 
     lossless: ClassVar[bool] = True
 
+    @classmethod
+    def of(cls, rule: ScorerOptions, vocab_size: int | None) -> "Exact":
+        """The rule with its options' parameters."""
+        return cls()
+
     def relaxed(self, v: Verification) -> Tensor:
         """[num_nodes] bool: none."""
         return torch.zeros_like(v.exact_only)

@@ -43,6 +43,11 @@ class MinBlock:
     length: int | Tensor  # tokens a step; tensor: [num_requests] int64
     lossless: ClassVar[bool] = False
 
+    @classmethod
+    def of(cls, rule: MinBlockRule, vocab_size: int | None) -> "MinBlock":
+        """The rule with its options' parameters."""
+        return cls(rule.length)
+
     def relaxed(self, v: Verification) -> Tensor:
         """[num_nodes] bool: forced by depth."""
         forced = v.depths < per_node(self.length, v, torch.int64) - 1

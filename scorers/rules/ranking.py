@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a draft token stands among the target's logits, without sorting the vocabulary.
 
-On the CPU one compiled pass reads a row in blocks and leaves it as soon as the verdict is known;
+On the CPU one compiled pass reads a row in blocks and leaves it as soon as the answer is known;
 most wrong drafts fall in the first block. A sort or a softmax over the same rows costs 10 to 50
 times as much. On other devices the same definitions run as two plain tensor reductions.
 
@@ -11,14 +11,15 @@ That is the order of ``torch.argmax``, so "among the best 1" is the greedy choic
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
+
+from vllm_spec_ext.compiled import kernel
 
 # Small enough that a decision comes early, large enough that the inner loop is vectorised.
 BLOCK = 2048
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _num_not_below(block, value):  # type: ignore[no-untyped-def]
     count = 0
     for j in range(block.shape[0]):
@@ -26,7 +27,7 @@ def _num_not_below(block, value):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _num_above(block, value):  # type: ignore[no-untyped-def]
     count = 0
     for j in range(block.shape[0]):
@@ -34,7 +35,7 @@ def _num_above(block, value):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _exceeds(block, value, margin):  # type: ignore[no-untyped-def]
     exceeds = False
     for j in range(block.shape[0]):
@@ -42,7 +43,7 @@ def _exceeds(block, value, margin):  # type: ignore[no-untyped-def]
     return exceeds
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _stands(row, token, limit, margin):  # type: ignore[no-untyped-def]
     value = row[token]
     if not value > -float("inf") or limit < 1:
@@ -64,7 +65,7 @@ def _stands(row, token, limit, margin):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _all_stand(  # type: ignore[no-untyped-def]
     logits, rows, tokens, limits, margins, out
 ):
@@ -72,7 +73,7 @@ def _all_stand(  # type: ignore[no-untyped-def]
         out[i] = _stands(logits[rows[i]], tokens[i], limits[i], margins[i])
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _first_equal(logits, values, positions):  # type: ignore[no-untyped-def]
     """Move each position on to the first entry of its row that is the value (or NaN, if it is)."""
     for i in range(logits.shape[0]):
@@ -118,12 +119,12 @@ def stands_on_device(
     logits: Tensor, rows: Tensor, tokens: Tensor, limits: Tensor, margins: Tensor
 ) -> Tensor:
     """As :func:`stands`, in plain tensor operations (no host synchronisation)."""
-    judging = logits[rows]
-    own = judging.gather(1, tokens[:, None])
+    verifying = logits[rows]
+    own = verifying.gather(1, tokens[:, None])
     ids = torch.arange(logits.shape[1], device=logits.device)
     # Written as negations so that NaN logits count as ahead, as in torch.argmax.
-    ahead = ~(judging <= own) | ((judging == own) & (ids < tokens[:, None]))
-    near = judging.amax(dim=1) - own[:, 0] <= margins
+    ahead = ~(verifying <= own) | ((verifying == own) & (ids < tokens[:, None]))
+    near = verifying.amax(dim=1) - own[:, 0] <= margins
     first = ahead.sum(dim=1) == 0  # inf - inf is NaN, but the best token needs no margin
     return (ahead.sum(dim=1) < limits) & (near | first) & (own[:, 0] > -torch.inf)
 

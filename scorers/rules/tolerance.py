@@ -3,7 +3,7 @@
 
 Xia et al. 2022 (generalized aggressive decoding), equations 8 and 9: ``log P(draft) >= log P(rank
 beta)`` and ``log P(top 1) - log P(draft) <= tau``. Both are differences of log-probabilities of one
-row, so the normaliser cancels and raw logits give the same verdict. They are the *untempered*
+row, so the normaliser cancels and raw logits give the same answer. They are the *untempered*
 logits: tau means the same at every temperature. beta=1 or tau=0 is GAD, the exact rule.
 
 Ties at rank beta are cut by token id (as argmax does): at most ``beta`` tokens are tolerated.
@@ -30,8 +30,13 @@ class Tolerance:
     tau: float | Tensor  # nats; tensor: [num_requests] float32
     lossless: ClassVar[bool] = False
 
+    @classmethod
+    def of(cls, rule: ToleranceRule, vocab_size: int | None) -> "Tolerance":
+        """The rule with its options' parameters."""
+        return cls(rule.beta, rule.tau)
+
     def tolerated(self, v: Verification) -> Tensor:
-        """[num_nodes] bool: near enough to the best token of the judging row."""
+        """[num_nodes] bool: near enough to the best token of the verifying row."""
         return ranked_within(
             v, per_node(self.beta, v, torch.int64), per_node(self.tau, v, torch.float32)
         )

@@ -32,7 +32,7 @@ def ranked_within(v: Verification, limits: Tensor, margins: Tensor) -> Tensor:
         [num_nodes] bool; where the limit is 1 or the margin 0, the exact rule.
     """
     limits = torch.where(v.exact_only | (margins <= 0), 1, limits)
-    result = stands(v.logits, v.judging_rows, v.tokens, limits, margins) & v.known
+    result = stands(v.logits, v.verifying_rows, v.tokens, limits, margins) & v.known
     if v.sampled is not None:
         result &= ~(v.sampled & (limits <= 1))
     return result
@@ -45,8 +45,13 @@ class TopK:
     k: int | Tensor  # tensor: [num_requests] int64
     lossless: ClassVar[bool] = False
 
+    @classmethod
+    def of(cls, rule: TopKRule, vocab_size: int | None) -> "TopK":
+        """The rule with its options' parameters."""
+        return cls(rule.k)
+
     def tolerated(self, v: Verification) -> Tensor:
-        """[num_nodes] bool: among the k best of the judging row."""
+        """[num_nodes] bool: among the k best of the verifying row."""
         margins = per_node(torch.inf, v, torch.float32)
         return ranked_within(v, per_node(self.k, v, torch.int64), margins)
 

@@ -5,7 +5,8 @@ Only rows on the accepted path are read, and a residual is only made at a reject
 """
 
 import numpy as np
-from numba import njit
+
+from vllm_spec_ext.compiled import kernel
 
 IID, WITHOUT_REPLACEMENT, ONE_HOT = 0, 1, 2
 
@@ -14,7 +15,7 @@ SUM_TOLERANCE = 2e-2
 
 
 # reassoc: without it one running sum would wait for itself at every step.
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
+@kernel(fastmath={"reassoc"})
 def _total(row):  # type: ignore[no-untyped-def]
     total = 0.0
     for x in range(row.shape[0]):
@@ -22,7 +23,7 @@ def _total(row):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _subtract(residual, distribution):  # type: ignore[no-untyped-def]
     """residual := norm(max(0, residual - distribution)); as it was if nothing is left."""
     left = 0.0
@@ -34,7 +35,7 @@ def _subtract(residual, distribution):  # type: ignore[no-untyped-def]
             residual[x] = max(0.0, residual[x] - distribution[x]) / left
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _invert(weights, uniform):  # type: ignore[no-untyped-def]
     """The token at which the running sum passes ``uniform`` times the whole."""
     threshold = uniform * _total(weights)
@@ -49,7 +50,7 @@ def _invert(weights, uniform):  # type: ignore[no-untyped-def]
     return last
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _try_draws(  # type: ignore[no-untyped-def]
     target, q, parents, tokens, draw_nodes, draws, node, kind, residual, distribution, tried
 ):
@@ -97,7 +98,7 @@ def _try_draws(  # type: ignore[no-untyped-def]
     return -1, num_tried, -1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def verify(  # type: ignore[no-untyped-def]
     p, q, parents, tokens, starts, draw_nodes, draw_starts, draws, final, kind, width
 ):

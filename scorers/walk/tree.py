@@ -19,9 +19,10 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
+
+from vllm_spec_ext.compiled import kernel
 
 IntArray = NDArray[np.int64]
 HostArray: TypeAlias = Tensor | NDArray[np.generic]  # what a walk accepts
@@ -51,8 +52,8 @@ def node_rows(starts: HostArray) -> tuple[IntArray, IntArray]:
     return first[:-1] + np.arange(len(first) - 1), np.arange(first[-1]) + requests + 1
 
 
-def judging_rows(parents: HostArray, starts: HostArray) -> IntArray:
-    """[num_nodes] int64: the row that judges each node, that is its parent's.
+def verifying_rows(parents: HostArray, starts: HostArray) -> IntArray:
+    """[num_nodes] int64: the row that verifies each node, that is its parent's.
 
     Args:
         parents: [num_nodes] parent within the request, -1 = root.
@@ -64,7 +65,7 @@ def judging_rows(parents: HostArray, starts: HostArray) -> IntArray:
 
 
 def node_depths(parents: HostArray, starts: HostArray) -> IntArray:
-    """[num_nodes] int64: 0 for children of the root. Arguments as :func:`judging_rows`."""
+    """[num_nodes] int64: 0 for children of the root. Arguments as :func:`verifying_rows`."""
     out = np.empty(len(parents), np.int64)
     _fill_depths(host(parents, np.int64), host(starts, np.int64), out)
     return out
@@ -76,7 +77,7 @@ def host(values: HostArray, dtype: type[ScalarT]) -> NDArray[ScalarT]:
     return np.ascontiguousarray(array, dtype=dtype)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _fill_depths(parents, starts, out):  # type: ignore[no-untyped-def]
     deepest = -1
     for r in range(starts.shape[0] - 1):
@@ -87,7 +88,7 @@ def _fill_depths(parents, starts, out):  # type: ignore[no-untyped-def]
     return deepest
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _next_child(  # type: ignore[no-untyped-def]
     parents, tokens, tolerated, draft_logits, first, end, node, choice
 ):
@@ -105,7 +106,7 @@ def _next_child(  # type: ignore[no-untyped-def]
     return best - first if best >= 0 else -1
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _walk(  # type: ignore[no-untyped-def]
     parents, tokens, starts, choices, tolerated, draft_logits
 ):

@@ -122,7 +122,7 @@ def test_vllm_spec(
     monkeypatch.setattr(bench_module, "run", stop)
     monkeypatch.setattr(bench_module, "load_servers", stop)
     monkeypatch.setattr(bench_module, "demo_model", model_folder)
-    monkeypatch.setattr("vllm_spec_ext.training.blockwise.train_blockwise", stop)
+    monkeypatch.setattr("vllm_spec_ext.training.blockwise.trainer.train_blockwise", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.top.fetch", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.plan.record_method", stop)
     with pytest.raises(SystemExit) as ended:

@@ -41,7 +41,7 @@ def stands(rule: Mapping[str, Any], logits: Tensor, token: int, depth: int, forc
 
     Args:
         rule: As a user writes it.
-        logits: [vocab] of the row that judges the token, forbidden ones at ``-inf``.
+        logits: [vocab] of the row that verifies the token, forbidden ones at ``-inf``.
         token: The draft token.
         depth: 0 for the first draft token of a step.
         forced: The token belongs to the first path of its draft.

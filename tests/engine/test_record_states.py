@@ -10,10 +10,10 @@ import torch
 
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.training.batches import make_batch
+from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
 from vllm_spec_ext.training.distill import make_data, vllm_generator
 from vllm_spec_ext.training.hidden import has_recorded_states, live_states, recorded_states
 from vllm_spec_ext.training.record_states import METHOD
-from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import read_data
 from vllm_spec_ext.training.target import load_target, load_tokenizer
 

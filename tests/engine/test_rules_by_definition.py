@@ -137,7 +137,7 @@ def test_strict_parameters_of_a_request_give_the_targets_own_text(
 def test_sampled_requests_follow_the_documented_distribution(
     rule: str, target: Target, make_engine: Any
 ) -> None:
-    """Tolerated tokens stand for certain, all others are judged losslessly."""
+    """Tolerated tokens stand for certain, all others are verified losslessly."""
     common = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
     plain = make_engine(**common)
     fixed = {"method": "fixed", "num_speculative_tokens": 16}

@@ -186,7 +186,7 @@ def resample_after_mismatch(
     logits: Any,
     metadata: Any,
     sampler: Any,
-    judge: Any = None,
+    rule: Any = None,
     distributions: Any = None,
 ) -> Any:
     """The bug of reference codes: the draw that matched no child is thrown away."""
@@ -200,7 +200,7 @@ def draw_once_per_path(
     logits: Any,
     metadata: Any,
     sampler: Any,
-    judge: Any = None,
+    rule: Any = None,
     distributions: Any = None,
 ) -> Any:
     """The other bug: every branch is tried with a draw of its own."""

@@ -11,14 +11,14 @@ from vllm_spec_ext.options import MethodOptions, Options, parse_options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions, InputCopyRequest
-from vllm_spec_ext.scorers.options import AnyOfRule, EtaOptions
+from vllm_spec_ext.scorers.options import EtaOptions
+from vllm_spec_ext.scorers.registry import RULES
 
 
 def all_schemas() -> list[type[Options]]:
-    assert EtaOptions.__module__ == AnyOfRule.__module__  # imported, so among the subclasses
     infos = [registry.info(name) for name in registry.BUILTIN]
     methods = {schema for info in infos for schema in (info.options, info.request_options)}
-    rules = {schema for schema in Options.__subclasses__() if "scorers" in schema.__module__}
+    rules = {rule.options for rule in RULES.values()} | {EtaOptions}
     return sorted(methods | rules, key=lambda schema: schema.__name__)
 
 

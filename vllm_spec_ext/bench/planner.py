@@ -97,7 +97,7 @@ def read_recording(steps: Sequence[Mapping[str, Any]], propose_us: Sequence[floa
     """A recording from what the worker's ``StepLog`` and its drafter's clock wrote down.
 
     Args:
-        steps: See ``StepLog.judged``; the first one of each request is its prefill, which gives
+        steps: See ``StepLog.verified``; the first one of each request is its prefill, which gives
             one token without a draft.
         propose_us: Microseconds of the proposer in each step of the engine, the first one's first.
 

@@ -96,7 +96,7 @@ class _Witness:
         for request, draft in zip(step.requests, drafts, strict=True):
             known = len(request.token_ids)
             self.steps.append(
-                judge(draft, self.tokens[known:], self.tokens[max(0, known - 8) : known])
+                verified_by(draft, self.tokens[known:], self.tokens[max(0, known - 8) : known])
             )
         return drafts
 
@@ -107,7 +107,7 @@ class _Witness:
         self.proposer.finish(request_ids)
 
 
-def judge(draft: Draft, recorded: Sequence[int], context: Sequence[int]) -> DraftStep:
+def verified_by(draft: Draft, recorded: Sequence[int], context: Sequence[int]) -> DraftStep:
     """What a target that says ``recorded`` makes of a draft."""
     size = len(draft)
     parents = list(range(-1, size - 1)) if draft.parents is None else draft.parents.tolist()

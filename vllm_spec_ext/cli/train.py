@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-spec train``: every flag comes from the training settings' schema."""
+"""``vllm-spec train METHOD``: every flag comes from the method's settings schema."""
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 from vllm_spec_ext.options import Options
 from vllm_spec_ext.training.flags import field_help, field_kind, field_metavar, flag_name, settings
-from vllm_spec_ext.training.schema import BlockwiseTraining
+from vllm_spec_ext.training.registry import TRAINERS, Trainer
 
 train_app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Train heads and draft models."
@@ -41,12 +41,12 @@ class _ManyValues(TyperCommand):
 
 
 def schema_command(
-    schema: type[Options], owner: str, run: Callable[[Any], None], summary: str
+    schema: type[Options], owner: str, run: Callable[[Any], Any], summary: str
 ) -> Callable[..., None]:
     """A typer command with one flag per field of a schema, and ``--config``.
 
     Flags are passed on as text, and only those that were given, so that a config file and the
-    schema's defaults stand behind them and pydantic alone judges values.
+    schema's defaults stand behind them and pydantic alone checks values.
 
     Args:
         schema: Settings class.
@@ -90,22 +90,21 @@ def schema_command(
     return command
 
 
-def _train_blockwise(config: BlockwiseTraining) -> None:
-    from vllm_spec_ext.training.blockwise import train_blockwise
-
-    train_blockwise(config, typer.echo)
-
-
-train_app.command("blockwise", cls=_ManyValues)(
-    schema_command(
-        BlockwiseTraining,
-        "train blockwise",
-        _train_blockwise,
-        "Train heads for blockwise parallel decoding, from prompts to a folder to serve.",
+def add_method(app: typer.Typer, name: str, trainer: Trainer) -> None:
+    """A command for one method; its trainer is loaded when it runs."""
+    command = schema_command(
+        trainer.load_settings(),
+        f"train {name}",
+        lambda config: trainer.load_run()(config, typer.echo),
+        trainer.summary,
     )
-)
+    app.command(name, cls=_ManyValues)(command)
+
+
+for _name, _trainer in TRAINERS.items():
+    add_method(train_app, _name, _trainer)
 
 
 @train_app.callback()
 def _group() -> None:
-    """Keep ``blockwise`` a named subcommand while it is the only one."""
+    """Keep methods named subcommands also while there is only one."""

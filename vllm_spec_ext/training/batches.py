@@ -5,8 +5,10 @@ Nothing here has state, so a resumed run sees exactly the batches that it would 
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,17 +16,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.blockwise.heads import TokensSeen
-from vllm_spec_ext.training.blockwise.text_copies import TextCopies
 from vllm_spec_ext.training.shards import TokenData
 
-IGNORED = -100  # target of a head that looks past the end of the text (torch's ignore_index)
+IGNORED = -100  # target that lies past the end of the text (torch's ignore_index)
 _BUCKET = 16  # batches whose sequences are sorted by length together, to pad less
+
+
+class PositionInputs(Protocol):
+    """What a method is shown at every position of a text, beyond its tokens."""
+
+    def of(self, number: int, /) -> Sequence[NDArray[np.int64]]:
+        """Arrays of one text of the data, each with one row for each of its tokens."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded sequences, and the positions in them that the heads are asked about."""
+    """Padded sequences, and the positions in them that a drafter is asked about."""
 
     sequences: NDArray[np.int64]  # [batch] numbers in the data
     token_ids: Tensor  # [batch, length] int64, right-padded with 0
@@ -32,14 +39,8 @@ class Batch:
     rows: Tensor  # [n] int64 which sequence a position is in
     columns: Tensor  # [n] int64 position t of the hidden state in it
     next_tokens: Tensor  # [n] int64 x_{t+1}, the target's own next token
-    targets: Tensor  # [n, num_heads] int64 x_{t+2} ..., IGNORED past the end
-    copied: Tensor | None = None  # [n, num_heads] int64, see TokensSeen
-    copied_length: Tensor | None = None  # [n] int64
-
-    def seen(self, part: slice, device: torch.device) -> TokensSeen:
-        """What the heads see of some positions, on a device."""
-        tensors = (self.next_tokens, self.copied, self.copied_length)
-        return TokensSeen(*(None if t is None else t[part].to(device) for t in tensors))
+    targets: Tensor  # [n, num_ahead] int64 x_{t+2} ..., IGNORED past the end
+    inputs: tuple[Tensor, ...] = ()  # each [n, ...] int64, what PositionInputs gave
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,13 @@ class BatchPlan:
 
     data: TokenData
     sequences: NDArray[np.int64]
-    num_heads: int
+    num_ahead: int  # tokens after the next one that are targets at each position
     batch_size: int
     max_length: int
     positions_per_sequence: int  # 0 = all
     seed: int
     prompt_text: bool = False
-    copies: TextCopies | None = None
+    inputs: PositionInputs | None = None
 
     @property
     def batches_per_epoch(self) -> int:
@@ -127,12 +128,12 @@ class BatchPlan:
         return make_batch(
             self.data,
             chosen,
-            self.num_heads,
+            self.num_ahead,
             self.max_length,
             positions_per_sequence=self.positions_per_sequence,
             random=random,
             prompt_text=self.prompt_text,
-            copies=self.copies,
+            inputs=self.inputs,
         )
 
 
@@ -154,36 +155,35 @@ def _epoch(plan: BatchPlan, epoch: int) -> list[NDArray[np.int64]]:
 def make_batch(
     data: TokenData,
     chosen: NDArray[np.int64],
-    num_heads: int,
+    num_ahead: int,
     max_length: int,
     *,
     positions_per_sequence: int = 0,
     random: np.random.Generator | None = None,
     prompt_text: bool = False,
-    copies: TextCopies | None = None,
+    inputs: PositionInputs | None = None,
 ) -> Batch:
     """Pad sequences and pick positions in them.
 
     A position t counts from the prompt's last token (whose hidden state gives the first generated
-    token) to the last one with a token for the first head, x_{t+2}.
+    token) to the last one with a token to be drafted, x_{t+2}.
 
     Args:
         data: All sequences.
         chosen: [batch] sequence numbers.
-        num_heads: Heads that need targets.
+        num_ahead: Targets at each position: x_{t+2}, x_{t+3}, ...
         max_length: Tokens used of each sequence.
         positions_per_sequence: Random positions per sequence; 0 = all, in order.
         random: Source of the positions; unused for all.
         prompt_text: Pick positions of the prompts too.
-        copies: What heads with ``copy_match`` are shown; None = the batch has no copied tokens.
+        inputs: What the method is shown beside the tokens; None = nothing.
     """
     texts = [data.sequence(int(i))[:max_length] for i in chosen]
     width = max(len(text) for text in texts)
     ids = np.zeros((len(texts), width), np.int64)
     mask = np.zeros((len(texts), width), np.int64)
     rows, columns = [], []
-    copied: list[NDArray[np.int64]] = []
-    lengths: list[NDArray[np.int64]] = []
+    shown: list[list[NDArray[np.int64]]] = []
     for row, (number, text) in enumerate(zip(chosen, texts, strict=True)):
         ids[row, : len(text)] = text
         mask[row, : len(text)] = 1
@@ -193,12 +193,10 @@ def make_batch(
             valid = np.sort(random.choice(valid, positions_per_sequence, replace=False))
         columns.append(valid)
         rows.append(np.full(len(valid), row))
-        if copies is not None:
-            shown = copies.of(int(number))
-            copied.append(shown.tokens[valid])
-            lengths.append(shown.lengths[valid])
+        if inputs is not None:
+            shown.append([values[valid] for values in inputs.of(int(number))])
     flat_rows, flat_columns = np.concatenate(rows), np.concatenate(columns)
-    ahead = flat_columns[:, None] + np.arange(2, num_heads + 2)  # [n, num_heads]
+    ahead = flat_columns[:, None] + np.arange(2, num_ahead + 2)  # [n, num_ahead]
     inside = ahead < mask.sum(axis=1)[flat_rows][:, None]
     targets = ids[flat_rows[:, None], np.minimum(ahead, width - 1)]
     return Batch(
@@ -209,6 +207,5 @@ def make_batch(
         columns=torch.from_numpy(flat_columns),
         next_tokens=torch.from_numpy(ids[flat_rows, flat_columns + 1]),
         targets=torch.from_numpy(np.where(inside, targets, IGNORED)),
-        copied=None if copies is None else torch.from_numpy(np.concatenate(copied)),
-        copied_length=None if copies is None else torch.from_numpy(np.concatenate(lengths)),
+        inputs=tuple(torch.from_numpy(np.concatenate(parts)) for parts in zip(*shown, strict=True)),
     )

@@ -18,7 +18,7 @@ from vllm_spec_ext.training.atomic import disk_full_named
 from vllm_spec_ext.training.prompts import read_prompts
 from vllm_spec_ext.training.provenance import record_command
 from vllm_spec_ext.training.record_states import METHOD, collect
-from vllm_spec_ext.training.schema import BlockwiseTraining
+from vllm_spec_ext.training.schema import Training
 from vllm_spec_ext.training.shards import (
     TokenSequence,
     open_manifest,
@@ -46,7 +46,7 @@ class Generator(Protocol):
 def tokenise_prompts(
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[str],
-    config: BlockwiseTraining,
+    config: Training,
     report: Callable[[str], None] = print,
 ) -> list[list[int]]:
     """Prompt token ids as the target would see them, too long ones left out.
@@ -87,7 +87,7 @@ def tokenise_prompts(
     return pieces
 
 
-def _prompt_bound(config: BlockwiseTraining) -> str:
+def _prompt_bound(config: Training) -> str:
     """The flag that decides which prompts are too long."""
     if config.longest_prompt == config.max_prompt_tokens:
         return f"--max-prompt-tokens {config.max_prompt_tokens}"
@@ -95,7 +95,7 @@ def _prompt_bound(config: BlockwiseTraining) -> str:
 
 
 def make_data(
-    config: BlockwiseTraining,
+    config: Training,
     tokenizer: Any,
     generator: Callable[[], Generator],
     report: Callable[[str], None] = print,
@@ -153,7 +153,7 @@ def make_data(
     report(f"data: {len(data)} sequences, {len(data.token_ids)} tokens ({folder})")
 
 
-def check_context(config: BlockwiseTraining, longest: int) -> None:
+def check_context(config: Training, longest: int) -> None:
     """Refuse prompts that the target cannot continue as far as asked; vLLM checks that itself."""
     context = context_of(config.model)
     if context is not None and longest + config.max_new_tokens > context:
@@ -165,7 +165,7 @@ def check_context(config: BlockwiseTraining, longest: int) -> None:
 
 
 def _manifest(
-    config: BlockwiseTraining, tokenizer: Any, prompts: list[list[int]], num_shards: int
+    config: Training, tokenizer: Any, prompts: list[list[int]], num_shards: int
 ) -> dict[str, Any]:
     digest = hashlib.sha256()
     for ids in prompts:
@@ -185,7 +185,7 @@ def _manifest(
     }
 
 
-def vllm_generator(config: BlockwiseTraining) -> Generator:
+def vllm_generator(config: Training) -> Generator:
     """Continues with vLLM: the fastest way, on the machine that serves.
 
     Raises:
@@ -256,7 +256,7 @@ def vllm_generator(config: BlockwiseTraining) -> Generator:
     return FromVllm()
 
 
-def transformers_generator(config: BlockwiseTraining, model: "PreTrainedModel") -> Generator:
+def transformers_generator(config: Training, model: "PreTrainedModel") -> Generator:
     """Continues with Hugging Face ``generate`` in batches of similar length, left-padded.
 
     Args:

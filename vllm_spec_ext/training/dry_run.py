@@ -9,7 +9,6 @@ import torch
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
-from vllm_spec_ext.training.blockwise.heads_task import HeadsTask
 from vllm_spec_ext.training.distill import check_context, tokenise_prompts, transformers_generator
 from vllm_spec_ext.training.hidden import (
     cache_bytes,
@@ -19,17 +18,19 @@ from vllm_spec_ext.training.hidden import (
 )
 from vllm_spec_ext.training.loop import duration
 from vllm_spec_ext.training.prompts import read_prompts
-from vllm_spec_ext.training.schema import BlockwiseTraining
+from vllm_spec_ext.training.schema import Training
 from vllm_spec_ext.training.shards import TokenData, read_data
 from vllm_spec_ext.training.target import Target, load_tokenizer
+from vllm_spec_ext.training.task import DraftTask, MakeTask, TaskT
 
 _MEASURED_STEPS = 3
 _GENERATED_PROMPTS = 4
 
 
 def dry_run(
-    config: BlockwiseTraining,
+    config: Training,
     target: Target,
+    make_task: MakeTask[TaskT],
     report: Callable[[str], None] = print,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
@@ -37,7 +38,8 @@ def dry_run(
 
     Args:
         config: The run's settings.
-        target: The loaded target; the measured steps train throw-away heads.
+        target: The loaded target.
+        make_task: Makes what the measured steps train; it is thrown away.
         report: Receives the lines.
         clock: Seconds.
     """
@@ -73,14 +75,12 @@ def dry_run(
             shape = (len(batch.rows), target.hidden_size)
             return torch.randn(shape, dtype=dtype, device=target.device)
 
-    task = HeadsTask(config, target, data, states)
+    task = make_task(target, data, states)
     seconds = _time_steps(task, clock)
-    measuring = _time_measurement(task, clock)
+    measuring = _time_measurement(config, task, clock)
     num_measurements = 1 + (task.total_steps - 1) // config.eval_every
-    shape = task.heads_config
-    heads_bytes = shape.num_parameters * (4 if config.save_dtype == "fp32" else 2)
     trained = sum(p.numel() for module in task.modules.values() for p in module.parameters())
-    report(f"heads: {shape.num_heads} of width {shape.head_width}, {heads_bytes / 1e6:.2f} MB")
+    report(task.size_line)
     report(f"steps: {task.total_steps} of {task.plan.batch_size} sequences")
     if once:
         report(f"time: about {duration(once)} for the hidden states, which are kept")
@@ -98,9 +98,8 @@ def dry_run(
     )
     # AdamW keeps two numbers beside each weight; the old state stays until the new is whole.
     report(f"disk: {trained * 12 * 2 / 1e6:.1f} MB for the saved state in {config.run_folder}")
-    if config.finetune:
-        weights = sum(p.numel() for p in target.model.parameters())
-        report(f"disk: {weights * 4 / 1e6:.1f} MB for the trained target in {config.tuned_model}")
+    for line in task.disk_lines():
+        report(line)
     if stored:
         cached = cache_bytes(data, config.max_length, target.hidden_size, dtype)
         report(f"disk: {cached / 1e9:.2f} GB for cached hidden states")
@@ -108,7 +107,7 @@ def dry_run(
         report(f"GPU memory: {torch.cuda.max_memory_allocated(target.device) / 1e9:.1f} GB at most")
 
 
-def _described(config: BlockwiseTraining, data: TokenData, invented: bool) -> str:
+def _described(config: Training, data: TokenData, invented: bool) -> str:
     num_tokens = len(data.token_ids)
     if not invented:
         return f"data: {len(data)} sequences, {num_tokens:,} tokens ({data.folder})"
@@ -123,7 +122,7 @@ def _described(config: BlockwiseTraining, data: TokenData, invented: bool) -> st
 
 
 def _data(
-    config: BlockwiseTraining, target: Target, report: Callable[[str], None]
+    config: Training, target: Target, report: Callable[[str], None]
 ) -> tuple[TokenData, bool]:
     """The run's data, or what it will be like at most; and whether it is only that."""
     try:
@@ -149,7 +148,7 @@ def _data(
 
 
 def _time_generation(
-    config: BlockwiseTraining, target: Target, data: TokenData, clock: Callable[[], float]
+    config: Training, target: Target, data: TokenData, clock: Callable[[], float]
 ) -> float:
     """Seconds for all continuations, from a few prompts of middling length."""
     order = np.argsort(data.prompt_lengths, kind="stable")
@@ -162,7 +161,7 @@ def _time_generation(
 
 
 def _time_states(
-    config: BlockwiseTraining, target: Target, data: TokenData, clock: Callable[[], float]
+    config: Training, target: Target, data: TokenData, clock: Callable[[], float]
 ) -> float:
     """Seconds for the states of all sequences, from one batch of average ones after a warm-up."""
     lengths = used_lengths(data, config.max_length)
@@ -179,7 +178,7 @@ def _time_states(
     return seconds * float(lengths.sum() / lengths[typical].sum())
 
 
-def _time_steps(task: HeadsTask, clock: Callable[[], float]) -> float:
+def _time_steps(task: DraftTask, clock: Callable[[], float]) -> float:
     """Seconds of an average step: those of some steps, by their number of positions."""
     seconds, positions = 0.0, 0
     for step in range(_MEASURED_STEPS + 1):  # the first warms up
@@ -195,11 +194,11 @@ def _time_steps(task: HeadsTask, clock: Callable[[], float]) -> float:
     return seconds / positions * task.plan.mean_positions
 
 
-def _time_measurement(task: HeadsTask, clock: Callable[[], float]) -> float:
+def _time_measurement(config: Training, task: DraftTask, clock: Callable[[], float]) -> float:
     """Seconds to measure the held-out sequences, from one batch of them."""
     held_out = task.split.held_out
-    some = held_out[: task.config.batch_size]
+    some = held_out[: config.batch_size]
     start = clock()
     task.measure(num_sequences=len(some))
-    lengths = used_lengths(task.data, task.config.max_length)
+    lengths = used_lengths(task.data, config.max_length)
     return (clock() - start) * float(lengths[held_out].sum() / lengths[some].sum())

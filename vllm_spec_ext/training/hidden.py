@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.training.atomic import write_bytes
 from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
-from vllm_spec_ext.training.schema import BlockwiseTraining
+from vllm_spec_ext.training.schema import Training
 from vllm_spec_ext.training.shards import TokenData, open_manifest, states_path
 from vllm_spec_ext.training.target import Target
 
@@ -111,7 +111,7 @@ def has_recorded_states(data: TokenData) -> bool:
     return bool(shards) and all(states_path(data.folder, i).is_file() for i in shards)
 
 
-def uses_recorded_states(config: BlockwiseTraining, data: TokenData) -> bool:
+def uses_recorded_states(config: Training, data: TokenData) -> bool:
     """Whether a run trains on recorded states; they lack those of the prompts' own text.
 
     Raises:
@@ -122,8 +122,8 @@ def uses_recorded_states(config: BlockwiseTraining, data: TokenData) -> bool:
     recorded, asked = data.manifest.get("model"), config.shown_target
     if recorded is not None and recorded not in (asked, config.model):
         raise SpecExtError(
-            f"{data.folder} holds hidden states of {recorded!r}, but the heads are for {asked!r}; "
-            f"delete all {data.folder / 'states-*'} files, and they are "
+            f"{data.folder} holds hidden states of {recorded!r}, but the {config.product} are for "
+            f"{asked!r}; delete all {data.folder / 'states-*'} files, and they are "
             "computed instead. If the two are the same model, "
             f"give --target-name {recorded}"
         )

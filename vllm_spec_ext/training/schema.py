@@ -1,49 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a training run: the only source of its flags, its config file and its docs."""
+"""Settings of every training run, whatever is trained: data, schedule, output.
+
+A method's own settings class adds what only it has (``training/METHOD/schema.py``). These classes
+are the only source of a run's flags, its config file and its docs.
+"""
 
 import os
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from vllm_spec_ext.options import Options
 
-# What the paper did, where it differs from our defaults (Stern et al. 2018, sec. 4 and 6).
-PAPER: dict[str, Any] = {
-    "condition_on_next": False,
-    "copy_match": 0,
-    "block_diagonal": False,
-    "loss": "random",
-}
 
+class Training(Options):
+    """What the training of every method has."""
 
-class BlockwiseTraining(Options):
-    """Settings of ``vllm-spec train blockwise``."""
+    product: ClassVar[str] = "weights"
+    """What comes out, for messages; a plural."""
 
     model: str
     """Target model: Hugging Face name or folder."""
 
     target_name: str | None = None
-    """Name of the target to write into the finished heads, where MODEL is a local folder."""
+    """Name of the target to write into the result, where MODEL is a local folder."""
 
     out: Path
-    """Folder for the finished heads."""
+    """Folder for the result, which is served from there."""
 
     run_dir: Path | None = None
     """Folder for all else of the run: data, state, logs. Default: OUT with ``.run`` added."""
 
     stage: Literal["all", "data", "train", "eval"] = "all"
-    """Run one stage only: make the training data, train, or measure finished heads."""
+    """Run one stage only: make the training data, train, or measure a finished result."""
 
     resume: Literal["auto", "require", "restart"] = "auto"
     """Go on from the run folder's state if there is one, insist on one, or start over."""
 
     dry_run: bool = False
     """Measure a few batches, print the expected time and disk use, write nothing."""
-
-    preset: Literal["default", "paper"] = "default"
-    """``paper`` sets what the paper used for every setting that is not given."""
 
     # Data
     prompts: list[Path] = Field(default_factory=list)
@@ -89,38 +85,7 @@ class BlockwiseTraining(Options):
     """Keep the target's hidden states on disk instead of computing them anew in every epoch; while
     vLLM generates the data, they are recorded on the way."""
 
-    # Heads
-    num_heads: int = Field(default=4, ge=1, le=32)
-    """Heads to train = draft tokens in a row. The paper's k counts the target too: k = this + 1."""
-
-    head_width: int | None = Field(default=None, ge=1, le=1 << 20)
-    """Hidden units per head. Default: as many as keep all heads within 12 * hidden_size**2
-    parameters, about one Transformer layer (8 MB in bf16 for a hidden size of 576)."""
-
-    block_diagonal: bool = False
-    """A private hidden layer for each head; far smaller than the paper's for large models."""
-
-    condition_on_next: bool = True
-    """Show the heads the token that the target itself emits; the hidden state does not know it."""
-
-    copy_match: int = Field(default=8, ge=0, le=64)
-    """Show the heads the tokens that followed the latest place where the end of the text occurred
-    before, compared over up to this many tokens; 0 = do not. Small models repeat their prompt and
-    themselves, and their hidden state does not hold what they will repeat."""
-
-    draft_vocab: int | None = Field(default=None, ge=1)
-    """Let the heads draft only this many tokens, the most frequent of the data. The vocabulary
-    projection is most of the cost of training and of drafting; rare tokens are seldom drafted
-    rightly anyway (FR-Spec, Zhao et al. 2025). Default: all tokens."""
-
     # Optimisation
-    loss: Literal["random", "all"] = "random"
-    """Train one random head per batch (the paper's way, cheaper) or all of them."""
-
-    finetune: bool = False
-    """Train the target as well. It is then another model, saved in RUN_DIR/model, and what it
-    writes differs from the original's."""
-
     epochs: float = Field(default=4.0, gt=0.0, le=1e6, allow_inf_nan=False)
     """Passes over the data."""
 
@@ -145,20 +110,13 @@ class BlockwiseTraining(Options):
     """Positions whose logits exist at the same time; bounds memory, changes no result."""
 
     learning_rate: float = Field(default=1e-3, gt=0.0, allow_inf_nan=False)
-    """Peak learning rate of the heads."""
-
-    target_learning_rate: float = Field(default=2e-5, gt=0.0, allow_inf_nan=False)
-    """Peak learning rate of the target with ``finetune``."""
+    """Peak learning rate of what is trained."""
 
     warmup: float = Field(default=0.05, ge=0.0, lt=1.0, allow_inf_nan=False)
     """Part of all steps with a rising learning rate; a cosine to zero follows."""
 
     weight_decay: float = Field(default=0.01, ge=0.0, allow_inf_nan=False)
-    """AdamW weight decay of the heads' matrices."""
-
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, allow_inf_nan=False)
-    """Part of the hidden units that are left out of a training step, against learning a small data
-    set by heart."""
+    """AdamW weight decay of the trained matrices."""
 
     clip: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Largest gradient norm."""
@@ -179,9 +137,6 @@ class BlockwiseTraining(Options):
     eval_every: int = Field(default=500, ge=1)
     """Steps between measurements on held-out sequences."""
 
-    tree_nodes: int = Field(default=16, ge=1, le=256)
-    """Node budget of the draft trees measured at the end."""
-
     save_every: int = Field(default=200, ge=1)
     """Steps between saved states."""
 
@@ -189,17 +144,10 @@ class BlockwiseTraining(Options):
     """Steps between progress lines."""
 
     save_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Number format of the finished heads."""
+    """Number format of the result."""
 
     push_to_hub: str | None = None
-    """Upload the finished heads to this Hugging Face Hub repository, e.g. ``user/heads``."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _apply_preset(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("preset") == "paper":
-            return {**PAPER, **given}
-        return given
+    """Upload the result to this Hugging Face Hub repository, e.g. ``user/heads``."""
 
     @field_validator("prompts", mode="before")
     @classmethod
@@ -230,18 +178,14 @@ class BlockwiseTraining(Options):
             raise ValueError("raw_text takes the text as it is, without a chat template; drop one")
         if self.push_to_hub and self.stage in ("data", "eval"):
             raise ValueError(
-                f"stage={self.stage!r} makes no heads that push_to_hub could upload; drop one"
+                f"stage={self.stage!r} makes no {self.product} that push_to_hub could upload; "
+                "drop one"
             )
         if self.run_dir is None and self.out.name in ("", ".."):
             raise ValueError(
                 f"out is {str(self.out)!r}, and the run's folder would have no name beside it; "
-                "name a folder for the heads, e.g. --out heads, or give --run-dir"
-            )
-        if self.finetune and self.cache_hidden:
-            raise ValueError("cache_hidden keeps states of a frozen target; drop it or finetune")
-        if self.max_length < self.num_heads + 3:
-            raise ValueError(
-                f"max_length={self.max_length} has no room for {self.num_heads} heads; raise it"
+                f"name a folder for the {self.product}, e.g. --out {self.product}, or give "
+                "--run-dir"
             )
         return self
 
@@ -267,9 +211,13 @@ class BlockwiseTraining(Options):
         return self.run_dir or self.out.with_name(self.out.name + ".run")
 
     @property
-    def tuned_model(self) -> Path:
-        """Where ``finetune`` leaves the target."""
-        return self.run_folder / "model"
+    def trains_target(self) -> bool:
+        """Whether the target's own weights change, too."""
+        return False
+
+    def target_to_load(self) -> str:
+        """The target of the stages after the data's; raises SpecExtError where there is none."""
+        return self.model
 
     @property
     def data_folder(self) -> Path:
@@ -277,29 +225,15 @@ class BlockwiseTraining(Options):
         return self.data or self.run_folder / "data"
 
 
-# A resumed run may differ in these; everything else would make it another run. What decides on
-# the data is not compared by name: the state remembers a hash of the data itself, TokenData's.
+# A resumed run may differ in these, and in those that a method adds; everything else would make it
+# another run. What decides on the data is not compared by name: the state remembers a hash of the
+# data itself, TokenData's.
 FREE_TO_CHANGE = frozenset(
     {
         *("out", "run_dir", "stage", "resume", "dry_run", "push_to_hub", "save_dtype"),
-        *(
-            "target_name",
-            "prompts",
-            "data",
-            "generator",
-            "generate_batch",
-            "prompts_per_shard",
-            "cache_hidden",
-        ),
-        *("field", "raw_text", "chat", "max_prompts", "max_prompt_tokens", "max_new_tokens"),
-        *(
-            "temperature",
-            "device",
-            "logit_chunk",
-            "eval_every",
-            "tree_nodes",
-            "save_every",
-            "log_every",
-        ),
+        *("target_name", "prompts", "data", "generator", "generate_batch", "prompts_per_shard"),
+        *("cache_hidden", "field", "raw_text", "chat", "max_prompts", "max_prompt_tokens"),
+        *("max_new_tokens", "temperature", "device", "logit_chunk", "eval_every", "save_every"),
+        "log_every",
     }
 )

@@ -117,7 +117,8 @@ class Target:
         if agree < 0.9:  # not 1: ties break differently in low precision
             raise SpecExtError(
                 f"{self.name}: projecting its final hidden states gives other tokens than the "
-                f"model itself ({agree:.0%} agree); blockwise heads cannot share its projection"
+                f"model itself ({agree:.0%} agree); what is trained here shares that projection, "
+                "so it would learn wrong tokens. Choose another target"
             )
 
 

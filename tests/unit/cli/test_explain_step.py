@@ -10,8 +10,8 @@ from vllm_spec_ext.cli.explain_step import (
     choose,
     explain_step,
     from_engine,
-    judge,
     rich_tree,
+    verified_by,
 )
 from vllm_spec_ext.engine.watching.step_log import StepLog
 from vllm_spec_ext.errors import SpecExtError
@@ -21,21 +21,21 @@ TREE = Draft(np.array([5, 6, 7, 8], np.int32), np.array([-1, 0, -1, 2], np.int32
 
 
 def test_judging_a_tree_by_a_recording() -> None:
-    step = judge(TREE, [7, 8, 9, 1], [3])
+    step = verified_by(TREE, [7, 8, 9, 1], [3])
     assert step.accepted == [2, 3]
     assert step.new_tokens == [7, 8, 9]
     assert (step.num_segments, step.off_first_path) == (2, 2)
-    assert judge(TREE, [5, 9], [3]).accepted == [0]
-    assert judge(TREE, [1], [3]).accepted == []
+    assert verified_by(TREE, [5, 9], [3]).accepted == [0]
+    assert verified_by(TREE, [1], [3]).accepted == []
 
 
 def test_a_chain_has_one_segment_and_nothing_off_the_first_path() -> None:
-    step = judge(chain([5, 6, 7]), [5, 6, 1], [3])
+    step = verified_by(chain([5, 6, 7]), [5, 6, 1], [3])
     assert (step.accepted, step.num_segments, step.off_first_path) == ([0, 1], 1, 0)
 
 
 def test_choosing_a_step() -> None:
-    first, branch = judge(TREE, [5, 6, 1], [3]), judge(TREE, [7, 1], [3])
+    first, branch = verified_by(TREE, [5, 6, 1], [3]), verified_by(TREE, [7, 1], [3])
     nothing = DraftStep([], [], [], [], [4], [3])
     assert choose([nothing, first, branch], None) == 2
     assert choose([nothing, first], None) == 1
@@ -49,13 +49,13 @@ def test_choosing_a_step() -> None:
 
 def test_the_log_pairs_drafts_with_their_outcomes() -> None:
     log = StepLog()
-    log.judged("a", [], [], [5])  # the prefill
+    log.verified("a", [], [], [5])  # the prefill
     draft = Draft(TREE.tokens, TREE.parents, path_probs=np.array([0.5, 0.25, 0.5, 0.5], np.float32))
     log.drafted("a", [5, 6, 7], [-1, 0, -1], draft)
     log.drafted("b", [1], [-1], chain([1]))
-    log.judged("a", [5, 6], [0], [5, 9])  # the scheduler cut the draft short
+    log.verified("a", [5, 6], [0], [5, 9])  # the scheduler cut the draft short
     log.forget(["b"])
-    log.judged("b", [-1], [], [3])  # placeholders of a resumed request
+    log.verified("b", [-1], [], [3])  # placeholders of a resumed request
     steps = from_engine(
         {"prompt": [1, 2], "steps": [s for s in log.steps if s["request_id"] == "a"]}
     )
@@ -64,7 +64,7 @@ def test_the_log_pairs_drafts_with_their_outcomes() -> None:
 
 
 def test_the_terminal_tree_names_every_node() -> None:
-    step = judge(TREE, [7, 1], [3])
+    step = verified_by(TREE, [7, 1], [3])
     console = Console(width=80, no_color=True)
     with console.capture() as captured:
         console.print(rich_tree(step, ["a", "b", "c", "d"], "root", " x"))

@@ -9,8 +9,8 @@ from vllm_spec_ext.engine.requests.state import RequestState
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
 from vllm_spec_ext.engine.verifying.drawn_drafts import (
     DraftDistributions,
-    judge_drawn,
-    judged_rows,
+    verified_rows,
+    verify_drawn,
 )
 from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.scorers.walk.tree import Walk
@@ -48,9 +48,9 @@ def test_parents_belong_to_the_draft_that_is_verified() -> None:
     assert request.parents_of([1, 2, 3]) is None
 
 
-def test_a_tree_that_was_cut_for_room_is_judged_as_far_as_it_was_verified() -> None:
+def test_a_tree_that_was_cut_for_room_is_walked_as_far_as_it_was_verified() -> None:
     batch = DraftBatch.of([[3], [1, 2, -1], []], [None, [-1, -1, 0], None])
-    assert judged_rows(batch, [1]).tolist() == [2, 3, 4]
+    assert verified_rows(batch, [1]).tolist() == [2, 3, 4]
     target = torch.zeros(3, 5)
     target[0, 2] = target[1, 4] = target[2, 4] = 1.0  # after the root comes 2, then 4
     probs = torch.full((3, 5), 0.2)
@@ -58,7 +58,7 @@ def test_a_tree_that_was_cut_for_room_is_judged_as_far_as_it_was_verified() -> N
         np.full((3, 3), -1), np.array([[9, -1, -1, -1], [1, 4, -1, -1], [8, -1, -1, -1]]),
         np.array([0, 1, 0]),
     )  # fmt: skip
-    walk = judge_drawn(batch, {1: DraftDistributions(probs, "iid")}, target, before)
+    walk = verify_drawn(batch, {1: DraftDistributions(probs, "iid")}, target, before)
     assert walk.emitted.tolist() == [[9, -1, -1, -1], [2, 4, -1, -1], [8, -1, -1, -1]]
     assert walk.accepted[1].tolist() == [1, -1, -1]
     assert walk.num_accepted.tolist() == [0, 1, 0]

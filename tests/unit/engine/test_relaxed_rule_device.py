@@ -36,7 +36,7 @@ def test_requests_with_their_own_rule(given: dict[str, Any]) -> None:
         for own in (narrow(rule, "exact"), None, None)
     ]
     device = torch.device("meta")
-    judge = RelaxedRule(settings, 50).judge(batch, states, [False, True, True], device)
-    tolerated, logits = judge(torch.empty(len(batch.request_of_row), 50, device=device))
+    rule_of_step = RelaxedRule(settings, 50).of_step(batch, states, [False, True, True], device)
+    tolerated, logits = rule_of_step(torch.empty(len(batch.request_of_row), 50, device=device))
     assert (tolerated.device, logits.device) == (device, device)
     assert tolerated.shape == logits.shape == (4,)

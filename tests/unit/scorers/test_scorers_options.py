@@ -15,10 +15,10 @@ from vllm_spec_ext.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from vllm_spec_ext.scorers.build import build_scorer
 from vllm_spec_ext.scorers.narrow import narrow
 from vllm_spec_ext.scorers.options import ExactRule, TopKRule
 from vllm_spec_ext.scorers.parse import parse_rule
-from vllm_spec_ext.scorers.registry import build_scorer
 from vllm_spec_ext.scorers.rules.base import Verification
 from vllm_spec_ext.scorers.rules.distance_table import load_metric
 from vllm_spec_ext.scorers.rules.exact import Exact

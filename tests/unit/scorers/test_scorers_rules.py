@@ -9,13 +9,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_spec_ext.scorers.build import build_scorer, warm_up
 from vllm_spec_ext.scorers.narrow import narrow
-from vllm_spec_ext.scorers.options import ScorerOptions
-from vllm_spec_ext.scorers.parse import names, parse_rule
-from vllm_spec_ext.scorers.registry import build_scorer, warm_up
+from vllm_spec_ext.scorers.options import (
+    AnyOfRule,
+    DistanceRule,
+    MinBlockRule,
+    ScorerOptions,
+    ToleranceRule,
+    TopKRule,
+)
+from vllm_spec_ext.scorers.parse import parse_rule
+from vllm_spec_ext.scorers.registry import names
 from vllm_spec_ext.scorers.rules.base import Verification
 from vllm_spec_ext.scorers.rules.ranking import BLOCK, first_argmax, stands, stands_on_device
-from vllm_spec_ext.scorers.walk.tree import judging_rows, node_depths
+from vllm_spec_ext.scorers.walk.tree import node_depths, verifying_rows
 
 RULES: list[dict[str, Any]] = [
     {"type": "exact"},
@@ -58,7 +66,7 @@ def make_batch(seed: int, *, tree: bool, vocab: int = 7, requests: int = 4) -> V
         depths=torch.from_numpy(node_depths(np.array(parents, np.int64), starts)),
         request_index=torch.from_numpy(np.repeat(np.arange(requests), sizes)),
         exact_only=torch.from_numpy(rng.random(num_nodes) < 0.2),
-        rows=torch.from_numpy(judging_rows(np.array(parents, np.int64), starts)),
+        rows=torch.from_numpy(verifying_rows(np.array(parents, np.int64), starts)),
         parents=torch.tensor(parents, dtype=torch.int64) if tree else None,
         sampled=torch.from_numpy(rng.random(num_nodes) < 0.4),
     )
@@ -66,7 +74,7 @@ def make_batch(seed: int, *, tree: bool, vocab: int = 7, requests: int = 4) -> V
 
 def reference(rule: ScorerOptions, v: Verification, node: int) -> bool:
     """What one rule says of one node, by definition."""
-    row = v.logits[int(v.judging_rows[node])].tolist()
+    row = v.logits[int(v.verifying_rows[node])].tolist()
     token = int(v.draft_token_ids[node])
     if not 0 <= token < len(row) or row[token] == -np.inf:
         return False
@@ -75,16 +83,16 @@ def reference(rule: ScorerOptions, v: Verification, node: int) -> bool:
     exact = token == best and not bool(v.sampled[node])  # type: ignore[index]
     if bool(v.exact_only[node]):
         return exact
-    if rule.type == "any_of":
+    if isinstance(rule, AnyOfRule):
         return any(reference(member, v, node) for member in rule.rules)
     relaxed = False
-    if rule.type == "top_k" and rule.k > 1:
+    if isinstance(rule, TopKRule) and rule.k > 1:
         relaxed = rank < rule.k
-    elif rule.type == "tolerance" and rule.beta > 1 and rule.tau > 0:
+    elif isinstance(rule, ToleranceRule) and rule.beta > 1 and rule.tau > 0:
         relaxed = rank < rule.beta and row[best] - row[token] <= rule.tau
-    elif rule.type == "distance" and rule.epsilon > 0:
+    elif isinstance(rule, DistanceRule) and rule.epsilon > 0:
         relaxed = abs(token - best) <= rule.epsilon
-    elif rule.type == "min_block":
+    elif isinstance(rule, MinBlockRule):
         mine = [i for i in range(v.num_nodes) if v.request_index[i] == v.request_index[node]]
         first_path, last = set(), -1
         for position, i in enumerate(mine):
@@ -116,7 +124,7 @@ def test_strict_end_is_exact_even_without_normalisation(options: dict[str, Any])
     loose = parse_rule(
         {**options, **{k: 2 for k in ("k", "epsilon", "length", "tau") if k in options}}
     )
-    if rule.type == "tolerance":
+    if isinstance(rule, ToleranceRule):
         loose = parse_rule({"type": "tolerance", "beta": 5, "tau": 2.0})
     for seed in range(50):
         v = make_batch(seed, tree=True)
@@ -124,7 +132,7 @@ def test_strict_end_is_exact_even_without_normalisation(options: dict[str, Any])
         exact = build_scorer(None).tolerated(v)
         assert torch.equal(scorer.tolerated(v), exact)
         greedy = ~v.sampled & v.known & (v.draft_logits > -torch.inf)  # type: ignore[operator]
-        argmax = v.logits[v.judging_rows].argmax(1) == v.draft_token_ids
+        argmax = v.logits[v.verifying_rows].argmax(1) == v.draft_token_ids
         assert torch.equal(exact, argmax & greedy)
 
 

@@ -11,7 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_spec_ext.scorers.walk.tree import judging_rows, node_depths, node_rows, walk, walk_samples
+from vllm_spec_ext.scorers.walk.tree import (
+    node_depths,
+    node_rows,
+    verifying_rows,
+    walk,
+    walk_samples,
+)
 
 Tokens = tuple[int, ...]
 VOCAB = 3
@@ -59,7 +65,7 @@ def test_layout_and_shapes() -> None:
     roots, own = node_rows(np.array(starts))
     assert roots.tolist() == [0, 4, 5]
     assert own.tolist() == [1, 2, 3, 6, 7]
-    assert judging_rows(np.array(parents), np.array(starts)).tolist() == [0, 1, 1, 5, 6]
+    assert verifying_rows(np.array(parents), np.array(starts)).tolist() == [0, 1, 1, 5, 6]
     assert node_depths(np.array(parents), np.array(starts)).tolist() == [0, 1, 1, 0, 1]
     empty = walk_samples(np.empty(0), np.empty(0), np.array([0, 0]), np.array([7]))
     assert empty.accepted.shape == (1, 0)

@@ -18,14 +18,18 @@ from safetensors.torch import load_file
 
 from vllm_spec_ext.cli.train import train_app
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.fingerprint import tokenizer_fingerprint
 from vllm_spec_ext.proposers.blockwise.heads import load_heads
-from vllm_spec_ext.training import blockwise, distill
+from vllm_spec_ext.training import distill
 from vllm_spec_ext.training.atomic import DiskFullError
 from vllm_spec_ext.training.batches import split_data
-from vllm_spec_ext.training.blockwise import main, train_blockwise
+from vllm_spec_ext.training.blockwise import trainer
 from vllm_spec_ext.training.blockwise.draft_vocab import frequent_tokens
 from vllm_spec_ext.training.blockwise.heads_task import HeadsTask, heads_config
-from vllm_spec_ext.training.schema import BlockwiseTraining
+from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
+from vllm_spec_ext.training.blockwise.text_copies import tokens_seen
+from vllm_spec_ext.training.blockwise.trainer import main, train_blockwise
+from vllm_spec_ext.training.hidden import live_states
 from vllm_spec_ext.training.shards import (
     TokenSequence,
     open_manifest,
@@ -35,6 +39,7 @@ from vllm_spec_ext.training.shards import (
     write_shard,
     write_states,
 )
+from vllm_spec_ext.training.target import load_target, load_tokenizer
 
 VOCAB = 48
 
@@ -195,11 +200,11 @@ def test_untrained_heads_measure_like_the_target_itself(
     target: Path, data: Path, tmp_path: Path
 ) -> None:
     config = settings(target, data, tmp_path / "h")
-    model = blockwise.load_target(str(target), torch.device("cpu"), torch.float32)
+    model = load_target(str(target), torch.device("cpu"), torch.float32)
     tokens = read_data(data)
-    task = HeadsTask(config, model, tokens, blockwise.live_states(model))
+    task = HeadsTask(config, model, tokens, live_states(model))
     batch = task.plan.batch(0)
-    seen = batch.seen(slice(None), torch.device("cpu"))
+    seen = tokens_seen(batch, slice(None), torch.device("cpu"))
     drafts = task.heads(task.states(batch), seen, model.embed)
     assert torch.equal(drafts[:, 0], drafts[:, 1])
     figures = task.measure(tree_nodes=4)
@@ -356,7 +361,7 @@ def test_data_goes_on_with_the_first_missing_shard(target: Path, tmp_path: Path)
     config = settings(
         target, tmp_path / "d", tmp_path / "h", prompts=[tmp_path / "p.jsonl"], prompts_per_shard=3
     )
-    tokenizer = blockwise.load_tokenizer(str(target))
+    tokenizer = load_tokenizer(str(target))
     first, second, third = CountingGenerator(fail_at=3), CountingGenerator(), CountingGenerator()
     with pytest.raises(KeyboardInterrupt):
         distill.make_data(config, tokenizer, lambda: first, quiet)
@@ -482,7 +487,7 @@ def test_a_new_shard_drops_the_states_of_the_former_one(target: Path, tmp_path: 
     (tmp_path / "p.txt").write_text("w2 w3\nw4 w5\n")
     config = settings(target, tmp_path / "d", tmp_path / "h", prompts=[tmp_path / "p.txt"])
     write_states(states_path(tmp_path / "d", 0), [np.zeros((1, 32), np.float32)])
-    tokenizer = blockwise.load_tokenizer(str(target))
+    tokenizer = load_tokenizer(str(target))
     distill.make_data(config, tokenizer, CountingGenerator, quiet)
     assert not states_path(tmp_path / "d", 0).exists()
 
@@ -584,7 +589,7 @@ def test_finetuned_heads_are_measured_on_their_own_target(
     with pytest.raises(SpecExtError, match=r"no .*h.run/model; --stage eval --finetune measures"):
         train_blockwise(config.model_copy(update={"stage": "eval"}), quiet)
     named = config.model_copy(update={"target_name": "me/tuned"})
-    model = blockwise.load_target(str(target), torch.device("cpu"), torch.float32)
+    model = load_target(str(target), torch.device("cpu"), torch.float32)
     assert heads_config(named, model, read_data(data)).target == "me/tuned"
 
 
@@ -593,9 +598,9 @@ def test_evaluation_checks_the_tokenizer(target: Path, data: Path, tmp_path: Pat
     train_blockwise(config, quiet)
     copy = tmp_path / "data"
     shutil.copytree(data, copy)
-    tokenizer = blockwise.load_tokenizer(str(target))
+    tokenizer = load_tokenizer(str(target))
     facts = json.loads((copy / "manifest.json").read_text())
-    facts["tokenizer_fingerprint"] = blockwise.tokenizer_fingerprint(tokenizer)
+    facts["tokenizer_fingerprint"] = tokenizer_fingerprint(tokenizer)
     (copy / "manifest.json").write_text(json.dumps(facts))
     shape = json.loads((tmp_path / "h/config.json").read_text())
     (tmp_path / "h/config.json").write_text(
@@ -629,8 +634,8 @@ def test_progress_accuracy_counts_tokens_that_cannot_be_drafted(
     target: Path, data: Path, tmp_path: Path
 ) -> None:
     config = settings(target, data, tmp_path / "h", draft_vocab=1, loss="all", num_heads=1)
-    model = blockwise.load_target(str(target), torch.device("cpu"), torch.float32)
-    task = HeadsTask(config, model, read_data(data), blockwise.live_states(model))
+    model = load_target(str(target), torch.device("cpu"), torch.float32)
+    task = HeadsTask(config, model, read_data(data), live_states(model))
     batch = task.plan.batch(0)
     listed = int((batch.targets == int(task.heads.draft_vocab[0])).sum())
     expected = listed / int((batch.targets >= 0).sum())  # heads that know one token draft that
@@ -645,7 +650,7 @@ def test_nothing_is_left_out_silently(target: Path, tmp_path: Path) -> None:
     config = settings(
         target, tmp_path / "d", tmp_path / "h", prompts=[tmp_path / "p.txt"], max_length=16
     )
-    tokenizer = blockwise.load_tokenizer(str(target))
+    tokenizer = load_tokenizer(str(target))
     distill.make_data(config, tokenizer, CountingGenerator, lines.append)
     assert "2 of 5 prompts are left out, longer than 14 tokens (--max-length 16" in lines[0]
     again = config.model_copy(update={"prompts": [], "max_length": 15, "max_steps": 1})
@@ -752,7 +757,7 @@ def test_an_unexpected_error_is_one_line(
     def fail(*given: Any) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(blockwise, "train_blockwise", fail)
+    monkeypatch.setattr(trainer, "train_blockwise", fail)
     flags = ["--model", str(target), "--out", str(tmp_path / "h")]
     assert main(flags) == 1
     assert capsys.readouterr().err.startswith("error: RuntimeError: out of luck\n(an error in")

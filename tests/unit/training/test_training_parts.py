@@ -18,12 +18,12 @@ from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.training.atomic import DiskFullError, write_bytes
 from vllm_spec_ext.training.batches import IGNORED, BatchPlan, make_batch, split_data
 from vllm_spec_ext.training.blockwise.draft_vocab import DraftProjection, frequent_tokens
+from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
 from vllm_spec_ext.training.blockwise.text_copies import TextCopies
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
 from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.prompts import read_prompts
 from vllm_spec_ext.training.record_states import RecordOptions, RecordStates, collect
-from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import (
     TokenData,
     TokenSequence,
@@ -157,15 +157,14 @@ def test_heads_are_shown_copies_of_the_text_before_them(tmp_path: Path) -> None:
         np.array([0, len(text)], np.int64),
         np.array([4], np.int32),
     )
-    batch = make_batch(data, np.array([0]), 2, max_length=100, copies=TextCopies(data, 4, 2))
+    batch = make_batch(data, np.array([0]), 2, max_length=100, inputs=TextCopies(data, 4, 2))
     assert batch.columns.tolist() == [3, 4, 5, 6, 7, 8]
-    assert batch.copied is not None
-    assert batch.copied_length is not None
+    copied, copied_length = batch.inputs
     # x_{t+1} is 4, 1, 2, 8, 1, 2.
-    assert batch.copied_length.tolist() == [0, 1, 2, 0, 1, 2]
-    assert batch.copied.tolist() == [[0, 0], [2, 3], [3, 4], [0, 0], [2, 8], [8, 1]]
+    assert copied_length.tolist() == [0, 1, 2, 0, 1, 2]
+    assert copied.tolist() == [[0, 0], [2, 3], [3, 4], [0, 0], [2, 8], [8, 1]]
     plain = make_batch(data, np.array([0]), 2, max_length=100)
-    assert plain.copied is None
+    assert plain.inputs == ()
     assert torch.equal(plain.targets, batch.targets)
 
 
@@ -350,7 +349,7 @@ def test_training_imports_neither_vllm_nor_numba_nor_a_command_line_framework() 
     code = (
         "import sys\n"
         "for name in ('vllm', 'typer', 'rich', 'numba'): sys.modules[name] = None\n"
-        "import vllm_spec_ext.training.blockwise, vllm_spec_ext.training.dry_run\n"
+        "import vllm_spec_ext.training.blockwise.trainer, vllm_spec_ext.training.dry_run\n"
         "assert not any(name.startswith('vllm_spec_ext.cli') for name in sys.modules)\n"
     )
     run_python(code)
@@ -386,7 +385,7 @@ def test_a_numba_that_cannot_work_here_is_an_error(tmp_path: Path) -> None:
 def test_numba_stays_unloaded_until_it_is_needed() -> None:
     # vLLM's CPU worker cannot start in a process that has loaded it.
     code = (
-        "import sys, vllm_spec_ext.training.blockwise, vllm_spec_ext.proposers.blockwise\n"
+        "import sys, vllm_spec_ext.training.blockwise.trainer, vllm_spec_ext.proposers.blockwise\n"
         "assert 'numba' not in sys.modules\n"
     )
     run_python(code)

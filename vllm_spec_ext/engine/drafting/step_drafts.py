@@ -182,4 +182,4 @@ class StepDrafts:
         log.next_step()
         for row in rows:
             accepted = step.accepted_nodes(row, len(new_tokens[row]) - 1)
-            log.judged(step.request_ids[row], step.drafts[row], accepted, new_tokens[row])
+            log.verified(step.request_ids[row], step.drafts[row], accepted, new_tokens[row])

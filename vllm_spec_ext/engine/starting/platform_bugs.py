@@ -13,7 +13,7 @@ def chain_sampling_is_broken(device: torch.device) -> bool:
 
     On vLLM 0.32's CPU platform ``expand_batch_to_tokens`` writes its result into a converted copy
     (``cpu_triton_utils._expand_kernel_impl``), so temperature, top-k and top-p of draft rows are
-    uninitialised memory. Our methods then judge sampled chains by the target's own samples
+    uninitialised memory. Our methods then verify sampled chains by the target's own samples
     instead, as they do with trees.
     """
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens

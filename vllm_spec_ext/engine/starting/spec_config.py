@@ -57,7 +57,7 @@ class MethodSettings(BaseModel):
 
     method: str
     options: SerializeAsAny[MethodOptions]
-    rule: ScorerOptions | None = None
+    rule: SerializeAsAny[ScorerOptions] | None = None
     """Acceptance rule; None is the exact, lossless one."""
     counter_folder: str | None = None
     """Where the workers count for the front end."""

@@ -26,7 +26,7 @@ class DraftDistributions:
     drawn: Drawn
 
 
-def judged_rows(batch: DraftBatch, requests: Iterable[int]) -> np.ndarray:
+def verified_rows(batch: DraftBatch, requests: Iterable[int]) -> np.ndarray:
     """[n] int64: all rows of these requests, in their order."""
     return np.concatenate(
         [
@@ -43,18 +43,18 @@ def _num_nodes(batch: DraftBatch, request: int) -> int:
     return int(dropped[0]) if len(dropped) else int(end - first)
 
 
-def judge_drawn(
+def verify_drawn(
     batch: DraftBatch,
     distributions: Mapping[int, DraftDistributions],
     target_distributions: torch.Tensor,
     walk: Walk,
 ) -> Walk:
-    """Judge the drawn drafts of a batch; the other requests' part of ``walk`` stays.
+    """Verify the drawn drafts of a batch; the other requests' part of ``walk`` stays.
 
     Args:
         batch: Rows and draft nodes of the step.
         distributions: Request index -> the distributions its nodes were drawn from.
-        target_distributions: [n, vocab] of the rows :func:`judged_rows` of these requests.
+        target_distributions: [n, vocab] of the rows :func:`verified_rows` of these requests.
         walk: Of all requests, by the target's own draws.
     """
     on_host = target_distributions.cpu()

@@ -19,7 +19,11 @@ from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.logits_processor.state import LogitsProcessors
 
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
-from vllm_spec_ext.engine.verifying.drawn_drafts import DraftDistributions, judge_drawn, judged_rows
+from vllm_spec_ext.engine.verifying.drawn_drafts import (
+    DraftDistributions,
+    verified_rows,
+    verify_drawn,
+)
 from vllm_spec_ext.engine.verifying.seeded_rows import SeededRows
 from vllm_spec_ext.scorers.walk.tree import Walk, walk, walk_samples
 
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.sampler import Sampler
 
 # [num_rows, vocab] float32 -> ([num_nodes] bool tolerated, [num_nodes] float32 draft logits)
-Judge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+StepRule = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def verify(
@@ -36,7 +40,7 @@ def verify(
     logits: torch.Tensor,  # [num_rows, vocab]
     metadata: "SamplingMetadata",
     sampler: "Sampler",
-    judge: Judge | None = None,
+    rule: StepRule | None = None,
     distributions: Mapping[int, DraftDistributions] | None = None,
 ) -> tuple[SamplerOutput, Walk]:
     """Draw a token at every row and walk.
@@ -46,9 +50,9 @@ def verify(
         logits: The target's logits, rows as in `batch`; may be modified.
         metadata: vLLM's ``SamplingMetadata`` of the requests.
         sampler: vLLM's ``Sampler``, with our :class:`.DistributionSampler` in it.
-        judge: A relaxed rule: from the logits, penalties and masks applied, to the nodes it
+        rule: A relaxed rule: from the logits, penalties and masks applied, to the nodes it
             tolerates and the draft tokens' logits. None is the lossless rule.
-        distributions: Request index -> what its draft was drawn from; not with a judge.
+        distributions: Request index -> what its draft was drawn from; not with a rule.
 
     Returns:
         What vLLM's rejection sampler would return, [num_requests, longest] padded with -1, and the
@@ -56,12 +60,12 @@ def verify(
     """
     expanded = expand_metadata(metadata, batch)
     tolerated, draft_logits, raw = None, None, None
-    if judge is not None:
-        tolerated, draft_logits = judge(_masked_logits(logits, expanded, sampler))
+    if rule is not None:
+        tolerated, draft_logits = rule(_masked_logits(logits, expanded, sampler))
     if distributions:
-        rows = torch.from_numpy(judged_rows(batch, distributions)).to(logits.device)
+        rows = torch.from_numpy(verified_rows(batch, distributions)).to(logits.device)
         sampler.topk_topp_sampler.watch(rows)
-    if (judge is not None or distributions) and metadata.max_num_logprobs is not None:
+    if (rule is not None or distributions) and metadata.max_num_logprobs is not None:
         raw = logits.to(torch.float32, copy=True)  # the sampler works in place
     sampled = sampler(logits=logits, sampling_metadata=expanded)
     # The walk runs on the host; vLLM's synchronous path waits for these tokens right after anyway.
@@ -73,7 +77,7 @@ def verify(
         taken = walk(*nodes, tolerated=tolerated, draft_logits=draft_logits)
     if distributions:
         target_distributions = sampler.topk_topp_sampler.take_distributions()
-        taken = judge_drawn(batch, distributions, target_distributions, taken)
+        taken = verify_drawn(batch, distributions, target_distributions, taken)
     expanded.generators.settle(taken.num_accepted, metadata.generators)
     emitted = torch.from_numpy(taken.emitted.astype(np.int32)).to(logits.device)
     logprobs = sampled.logprobs_tensors

@@ -10,8 +10,8 @@ import torch
 from vllm_spec_ext.engine.requests.state import RequestState
 from vllm_spec_ext.engine.starting.spec_config import MethodSettings
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
-from vllm_spec_ext.engine.verifying.node_sampling import Judge
-from vllm_spec_ext.scorers.registry import build_scorer, warm_up
+from vllm_spec_ext.engine.verifying.node_sampling import StepRule
+from vllm_spec_ext.scorers.build import build_scorer, warm_up
 from vllm_spec_ext.scorers.rules.base import Verification
 
 logger = logging.getLogger("vllm.spec_ext")
@@ -29,13 +29,13 @@ class RelaxedRule:
             settings.rule,
         )
 
-    def judge(
+    def of_step(
         self,
         batch: DraftBatch,
         requests: Sequence[RequestState],
         greedy: Sequence[bool],
         device: torch.device,
-    ) -> Judge:
+    ) -> StepRule:
         """The rule for one step.
 
         Args:
@@ -55,7 +55,7 @@ class RelaxedRule:
             scorer = scorer.for_batch([state.rule for state in requests], device)
         sampled = ~np.asarray(greedy, bool)[request_of_node]
 
-        def judge(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def tolerated(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             def on_device(values: np.ndarray) -> torch.Tensor:
                 return torch.from_numpy(values).to(logits.device)
 
@@ -71,4 +71,4 @@ class RelaxedRule:
             )
             return scorer.tolerated(verification), verification.draft_logits
 
-        return judge
+        return tolerated

@@ -89,17 +89,17 @@ class Verifier:
             return stock(logits, spec_decode_metadata)
         batch = self._draft_batch(step, states)
         self._use_eta(states, (np.diff(batch.node_starts) + 1).tolist(), greedy)
-        judge = None
+        rule = None
         distributions = self._distributions(step, states, greedy)
         if holder is not None and has_budget:
             requests = [runner.requests[request_id] for request_id in step.request_ids]
             budgets = self.budgets.of_rows(holder, batch, requests, metadata.output_token_ids)
             metadata = replace(metadata, thinking_budget_state_holder=budgets)
         if self._relaxed_rule is not None and has_draft:
-            judge = self._relaxed_rule.judge(batch, states, greedy, runner.device)
+            rule = self._relaxed_rule.of_step(batch, states, greedy, runner.device)
             distributions = {}
         assert logits is not None
-        output, step.walk = verify(batch, logits, metadata, runner.sampler, judge, distributions)
+        output, step.walk = verify(batch, logits, metadata, runner.sampler, rule, distributions)
         if trees is not None and has_trees:
             trees.commit(step.walk)
         return output

@@ -23,7 +23,7 @@ def _lossless_gauge() -> "Gauge":
 
     return Gauge(
         f"{PREFIX}lossless",
-        "1 if drafts are judged by a rule that leaves the output as the target's own, else 0.",
+        "1 if drafts are verified by a rule that leaves the output as the target's own, else 0.",
         labelnames=["method", "rule"],
         multiprocess_mode="mostrecent",
     )

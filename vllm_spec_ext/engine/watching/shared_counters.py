@@ -22,10 +22,10 @@ logger = logging.getLogger("vllm.spec_ext")
 COUNTERS = {
     "steps": "Requests' decoding steps, with and without a draft.",
     "emitted_tokens": "Tokens that those steps gave, bonus tokens included.",
-    "empty_drafts": "Requests' decoding steps without a draft to judge.",
-    "verified_drafts": "Requests' decoding steps with a draft to judge.",
+    "empty_drafts": "Requests' decoding steps without a draft to verify.",
+    "verified_drafts": "Requests' decoding steps with a draft to verify.",
     "drafted_nodes": "Draft tokens (chain tokens or tree nodes) that the proposer made.",
-    "verified_nodes": "Draft tokens that the target judged.",
+    "verified_nodes": "Draft tokens that the target verified.",
     "accepted_nodes": "Draft tokens that it accepted.",
     "branching_drafts": "Drafts with branches.",
     "refused_drafts": "Drafts lost because the proposer failed or returned a broken one.",

@@ -23,13 +23,13 @@ class StepLog:
         self._number = 0
 
     def next_step(self) -> None:
-        """What is judged from now on belongs to another step of the engine; the first is 1."""
+        """What is verified from now on belongs to another step of the engine; the first is 1."""
         self._number += 1
 
     def drafted(
         self, request_id: str, tokens: Sequence[int], parents: Sequence[int], draft: Draft
     ) -> None:
-        """Remember a draft until it is judged.
+        """Remember a draft until it is verified.
 
         Args:
             request_id: Whose draft.
@@ -40,7 +40,7 @@ class StepLog:
         probs = [] if draft.path_probs is None else draft.path_probs[: len(tokens)].tolist()
         self._waiting[request_id] = (list(tokens), list(parents), probs)
 
-    def judged(
+    def verified(
         self, request_id: str, scheduled: Sequence[int], accepted: Sequence[int], new: Sequence[int]
     ) -> None:
         """Record a step of a request.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vllm_spec_ext.proposers.blockwise.heads import BlockwiseHeads
 from vllm_spec_ext.training.batches import IGNORED, make_batch
 from vllm_spec_ext.training.blockwise.draft_vocab import DraftProjection
-from vllm_spec_ext.training.blockwise.text_copies import TextCopies
+from vllm_spec_ext.training.blockwise.text_copies import TextCopies, tokens_seen
 from vllm_spec_ext.training.hidden import HiddenSource
 from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target
@@ -151,7 +151,7 @@ def _collect(
             sequences[start : start + batch_size],
             num_heads,
             max_length,
-            copies=copies,
+            inputs=copies,
         )
         hidden = states(batch)
         device = hidden.device
@@ -159,7 +159,7 @@ def _collect(
         has_target.append((batch.targets != IGNORED).numpy())
         for low in range(0, len(hidden), logit_chunk):
             part = slice(low, low + logit_chunk)
-            seen = batch.seen(part, device)
+            seen = tokens_seen(batch, part, device)
             wanted = projection.places(batch.targets[part].to(device))
             own = target.project(hidden[part]).argmax(-1)
             agrees.append((own == seen.following).cpu().numpy())

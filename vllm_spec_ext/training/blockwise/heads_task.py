@@ -13,10 +13,10 @@ from vllm_spec_ext.training.batches import IGNORED, BatchPlan, Split, split_data
 from vllm_spec_ext.training.blockwise.checkpoint import default_head_width
 from vllm_spec_ext.training.blockwise.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.blockwise.evaluate import HeadFigures, measure_heads
-from vllm_spec_ext.training.blockwise.text_copies import TextCopies
+from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
+from vllm_spec_ext.training.blockwise.text_copies import TextCopies, tokens_seen
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
 from vllm_spec_ext.training.hidden import HiddenSource
-from vllm_spec_ext.training.schema import BlockwiseTraining
 from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target, pick_dtype
 
@@ -83,6 +83,29 @@ class HeadsTask:
             return self.config.max_steps
         return max(1, round(self.config.epochs * self.plan.batches_per_epoch))
 
+    @property
+    def shape(self) -> str:
+        """The heads in a line."""
+        shape = self.heads_config
+        return (
+            f"{shape.num_heads} heads of width {shape.head_width}, "
+            f"{shape.num_parameters:,} parameters"
+        )
+
+    @property
+    def size_line(self) -> str:
+        """The heads' shape and size on disk."""
+        shape = self.heads_config
+        size = shape.num_parameters * (4 if self.config.save_dtype == "fp32" else 2)
+        return f"heads: {shape.num_heads} of width {shape.head_width}, {size / 1e6:.2f} MB"
+
+    def disk_lines(self) -> list[str]:
+        """The trained target's size, if it is trained."""
+        if not self.config.finetune:
+            return []
+        size = sum(p.numel() for p in self.target.model.parameters()) * 4
+        return [f"disk: {size / 1e6:.1f} MB for the trained target in {self.config.tuned_model}"]
+
     def train_step(self, step: int) -> dict[str, float]:
         """Gradients of one batch: of one random head's loss, or of the mean over all heads."""
         config = self.config
@@ -93,7 +116,7 @@ class HeadsTask:
             hidden = self.states(batch)
         device = hidden.device
         targets = batch.targets.to(device)
-        seen = batch.seen(slice(None), device)
+        seen = tokens_seen(batch, slice(None), device)
         if config.finetune:
             return self._train_both(hidden, seen, targets, step)
         return self._show(self._train_heads(hidden, seen, targets, step))

@@ -1,14 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What heads with ``copy_match`` are shown at every position of a training text."""
+"""What heads are shown beside the hidden state at every position of a training text."""
 
 from typing import NamedTuple, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from vllm_spec_ext.proposers.blockwise.heads import TokensSeen
 from vllm_spec_ext.proposers.text_index.copied_tokens import copied_tokens
 from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
+from vllm_spec_ext.training.batches import Batch
 from vllm_spec_ext.training.shards import TokenData
+
+
+def tokens_seen(batch: Batch, part: slice, device: torch.device) -> TokensSeen:
+    """What heads see of some positions of a batch, on a device.
+
+    Args:
+        batch: Its inputs are those of :class:`TextCopies`, or none.
+        part: Which of its positions.
+        device: Where the heads are.
+    """
+    return TokensSeen(*(t[part].to(device) for t in (batch.next_tokens, *batch.inputs)))
 
 
 class Copies(NamedTuple):
