@@ -33,6 +33,7 @@ from vllm_spec_ext.proposers.base import (
 )
 from vllm_spec_ext.proposers.blockwise.options import BlockwiseOptions
 from vllm_spec_ext.proposers.blockwise.without_adapters import without_adapters
+from vllm_spec_ext.proposers.draft_tree import is_branching
 from vllm_spec_ext.proposers.payoff.node_payoff import Worth
 from vllm_spec_ext.proposers.text_index.copied_tokens import copied_tokens
 from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex, warm_up
@@ -280,7 +281,7 @@ class Blockwise(BaseProposer):
             return EMPTY_DRAFT
         drafted = np.ascontiguousarray(tokens[depths, ranks])
         probs = np.exp(path_log_probs(log_probs, depths, ranks, parents))
-        if np.array_equal(parents, np.arange(-1, len(parents) - 1)):
+        if not is_branching(parents.tolist()):
             return Draft(drafted, path_probs=probs)  # no branch: the plain path is cheaper
         return Draft(drafted, parents, path_probs=probs)
 

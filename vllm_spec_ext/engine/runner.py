@@ -28,7 +28,6 @@ from vllm_spec_ext.engine.trees.plan import (
     TreePlan,
     build_plan,
     fitting_prefix,
-    is_branching,
     segment_bounds,
 )
 from vllm_spec_ext.engine.verifying.distribution_sampler import DistributionSampler
@@ -45,6 +44,7 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
+from vllm_spec_ext.proposers.draft_tree import is_branching
 from vllm_spec_ext.scorers.parse import is_strict
 from vllm_spec_ext.scorers.walk.tree import Walk
 
