@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
+from vllm_spec_ext.proposers.adaptive_ngram.settings import settings_of
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
     Draft,
@@ -54,7 +55,7 @@ class AdaptiveNgram(BaseProposer):
         if not isinstance(options, AdaptiveNgramOptions):
             options = AdaptiveNgramOptions.model_validate(options.model_dump())
         super().__init__(options)
-        self.settings: AdaptiveNgramOptions = options
+        self.settings = settings_of(options)
 
     @classmethod
     def check(cls, options: MethodOptions, target: TargetFacts) -> None:

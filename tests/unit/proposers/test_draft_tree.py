@@ -67,25 +67,27 @@ def test_paths_lead_down_from_the_root(parents: list[int], nodes: list[int]) -> 
 
 
 @st.composite
-def drafts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Tokens and parents of a tree whose siblings differ, as drafts have them."""
+def drafts(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """Tokens and parents of a tree whose siblings differ, and what a target says."""
     parents = draw(trees())
     tokens: list[int] = []
     for node, parent in enumerate(parents):
         siblings = {tokens[other] for other in range(node) if parents[other] == parent}
-        tokens.append(draw(st.integers(0, 10).filter(lambda token, s=siblings: token not in s)))
-    return tokens, parents
-
-
-@given(drafts(), st.lists(st.integers(0, 10), max_size=6), st.data())
-def test_the_agreeing_path_is_the_longest(
-    draft: tuple[list[int], list[int]], wanted: list[int], data: st.DataObject
-) -> None:
-    tokens, parents = draft
-    paths = [path_to(parents, node) for node in range(len(parents))]
-    if paths and data.draw(st.booleans()):  # else a long agreement would be rare
-        followed = data.draw(st.sampled_from(paths))
+        free = [token for token in range(11) if token not in siblings]
+        tokens.append(draw(st.sampled_from(free)))
+    wanted = draw(st.lists(st.integers(0, 10), max_size=6))
+    if parents and draw(st.booleans()):  # else a long agreement would be rare
+        followed = path_to(parents, draw(st.integers(0, len(parents) - 1)))
         wanted = [tokens[node] for node in followed] + wanted
+    return tokens, parents, wanted
+
+
+@given(drafts())
+def test_the_agreeing_path_is_the_longest(
+    draft: tuple[list[int], list[int], list[int]],
+) -> None:
+    tokens, parents, wanted = draft
+    paths = [path_to(parents, node) for node in range(len(parents))]
     agreeing = [path for path in paths if [tokens[node] for node in path] == wanted[: len(path)]]
     found = agreeing_path(tokens, parents, wanted)
     assert list(found) == max(agreeing, key=len, default=[])
