@@ -35,7 +35,7 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
-from vllm_spec_ext.proposers.payoff.node_payoff import Worth
+from vllm_spec_ext.proposers.payoff.node_payoff import NodePayoff
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -56,7 +56,7 @@ class NgramDrafter:
             SpecExtError: A store or overlay that cannot be used, or a vocabulary over 2^21 - 2.
         """
         self.settings = settings
-        self._worth = Worth()
+        self._payoff = NodePayoff()
         self.store: NgramStore | None = None
         self.fingerprint = ""
         if engine.vocab_size > MAX_VOCAB:
@@ -152,7 +152,7 @@ class NgramDrafter:
         self._save_when_due()
         confidence = self.settings.min_confidence
         if self.settings.adaptive_length and step.min_probability is not None:
-            confidence = self._worth.confidence(step.min_probability)
+            confidence = self._payoff.confidence(step.min_probability)
         self._settings_array[_MIN_CONFIDENCE] = confidence
         searched: list[int] = []
         for start in range(0, len(step.requests), len(self._requests)):
@@ -170,7 +170,7 @@ class NgramDrafter:
                         found.parents[row, :count].copy(),
                         path_probs=probs,
                     )
-                    self._worth.drafted(step.requests[start + index].request_id, probs)
+                    self._payoff.drafted(step.requests[start + index].request_id, probs)
             searched += part
         return drafts
 
@@ -194,13 +194,13 @@ class NgramDrafter:
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how far estimates can be trusted; tokens are learned from the tokens themselves."""
         for outcome in outcomes:
-            self._worth.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
+            self._payoff.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Give the requests' overlays back."""
         self.learner.finish(request_ids)
         for request_id in request_ids:
-            self._worth.forget(request_id)
+            self._payoff.forget(request_id)
 
     def save(self) -> None:
         """Write the overlay of requests without a salt to ``overlay_file``, if there is one.

@@ -26,7 +26,7 @@ class BlockwiseOptions(MethodOptions):
 
     draw: bool = False
     """Draw the draft of a request with a temperature from the heads' probabilities at that
-    temperature, and judge it by speculative sampling, instead of drafting each head's best token.
+    temperature, and verify it by speculative sampling, instead of drafting each head's best token.
     For chains."""
 
     @model_validator(mode="after")

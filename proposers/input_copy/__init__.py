@@ -204,7 +204,7 @@ class InputCopy(BaseProposer):
         if options.growth:
             room = min(room, max(options.first_draft, options.growth * num_agreeing))
         if options.adaptive_length and min_probability is not None:
-            room = self._rates.worthwhile(kind, min_probability, room)
+            room = self._rates.longest_draft(kind, min_probability, room)
         return room
 
     def _start_copy(self, request: RequestStep) -> _Copy:

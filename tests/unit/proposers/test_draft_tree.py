@@ -76,8 +76,9 @@ def drafts(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
         free = [token for token in range(11) if token not in siblings]
         tokens.append(draw(st.sampled_from(free)))
     wanted = draw(st.lists(st.integers(0, 10), max_size=6))
-    if parents and draw(st.booleans()):  # else a long agreement would be rare
-        followed = path_to(parents, draw(st.integers(0, len(parents) - 1)))
+    target = draw(st.integers(-1, len(parents) - 1))
+    if target >= 0:  # else a long agreement would be rare
+        followed = path_to(parents, target)
         wanted = [tokens[node] for node in followed] + wanted
     return tokens, parents, wanted
 

@@ -157,12 +157,12 @@ class Drafter:
             if request.num_output_tokens > len(request.new_tokens)
         ]
         # The drafts made now are of the next step, which a request's last one never has.
-        judged = {outcome.request_id for outcome in outcomes}
+        verified = {outcome.request_id for outcome in outcomes}
         self._counters.add(
             steps=len(decoded),
             emitted_tokens=sum(len(request.new_tokens) for request in decoded),
-            empty_drafts=sum(request.request_id not in judged for request in decoded),
-            verified_drafts=len(judged),
+            empty_drafts=sum(request.request_id not in verified for request in decoded),
+            verified_drafts=len(verified),
             drafted_nodes=sum(map(len, drafts)),
             verified_nodes=sum(outcome.num_drafted for outcome in outcomes),
             accepted_nodes=sum(outcome.num_accepted for outcome in outcomes),
