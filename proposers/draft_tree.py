@@ -11,7 +11,7 @@ tree node by node (``adaptive_ngram/tree_order.py``, ``blockwise/tree.py``).
 
 from collections.abc import Sequence
 
-from vllm_spec_ext.proposers.base import Draft
+from vllm_spec_ext.proposers.records import Draft
 
 
 def chain_parents(num_nodes: int) -> list[int]:
