@@ -1,166 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a proposer is: the records it receives, the draft it returns, the decorator that names it.
+"""What a proposer is; all that a method of one's own imports stands here.
 
 A proposer never sees the engine. The adapter (:mod:`vllm_spec_ext.engine.drafting`) builds a
 :class:`StepContext` after each target step and turns the returned drafts into scheduled tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
 
 from vllm_spec_ext.options import MethodOptions, RequestOptions
+from vllm_spec_ext.proposers.description import Needs, ProposerInfo, proposer
+from vllm_spec_ext.proposers.records import (
+    EMPTY_DRAFT,
+    UNSALTED,
+    Draft,
+    Drawn,
+    EngineHandle,
+    IntArray,
+    RequestFacts,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+    TargetFacts,
+    chain,
+)
 
-if TYPE_CHECKING:
-    import torch
-
-IntArray = NDArray[np.int32]
-Drawn = Literal["iid", "without_replacement"]
-
-UNSALTED = ""
-"""The share group of requests without a ``cache_salt``, where the operator lets these share."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a proposer asks of the engine."""
-
-    hidden_states: bool = False
-    """Final hidden state of the last verified position, one row a request."""
-
-    distributions: bool = False
-    """Drafts may carry ``probs``: what verifies these is compiled when the engine starts."""
-
-
-@dataclass(frozen=True)
-class Draft:
-    """Draft tokens for one request; empty means "do not speculate in this step".
-
-    A node's parent always stands before it, and the path that the proposer believes in most
-    comes first, so that every prefix of a draft is a valid draft.
-    """
-
-    tokens: IntArray  # [n] int32 token ids
-    parents: IntArray | None = None  # [n] int32 parent node, -1 = last verified token; None = chain
-    probs: "torch.Tensor | None" = None
-    """[n, vocab] float32 distribution that each node was *drawn* from, given its path, where the
-    request has a temperature; None if the tokens were chosen. Neither these nor the shape of the
-    draft may depend on which tokens were drawn beside a node, or the output is biased."""
-    drawn: Drawn = "iid"
-    """How siblings were drawn: independently, or one after the other without replacement."""
-    path_probs: "NDArray[np.float32] | None" = None  # [n] the proposer's own estimate, for display
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
-EMPTY_DRAFT = Draft(np.empty(0, np.int32))
-
-
-def chain(tokens: "IntArray | Sequence[int]") -> Draft:
-    """A draft without branches.
-
-    Args:
-        tokens: [n] token ids, in order.
-    """
-    return Draft(np.asarray(tokens, dtype=np.int32))
-
-
-@dataclass(frozen=True)
-class RequestStep:
-    """One request right after a target step that gave it new tokens."""
-
-    request_id: str
-    token_ids: IntArray  # [num_tokens] prompt and output; a view, valid during the call only
-    num_prompt_tokens: int
-    new_tokens: Sequence[int]  # tokens of this step: accepted ones and the bonus token, >= 1
-    room: int
-    """Most draft tokens this request may get: the engine's budget, the request's own limit, and
-    what is left to ``max_tokens`` and ``max_model_len``, whichever is smallest. May be 0."""
-    options: RequestOptions = field(default_factory=RequestOptions)
-    temperature: float = 0.0
-    seed: int | None = None  # of the request's sampling
-    share_group: str | None = None
-    """Who may see what this request said: what a proposer keeps of a request's tokens, it may use
-    for requests of the same group alone; None = for no other request. :data:`UNSALTED`, or one
-    group for each ``cache_salt``. A draft shows what it was made of: a step that accepts many
-    tokens tells one user what another was answered."""
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far, this step's included."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-
-@dataclass(frozen=True)
-class StepContext:
-    """All requests of a batch that got new tokens in this step."""
-
-    requests: Sequence[RequestStep]
-    hidden_states: "torch.Tensor | None" = None  # [num_requests, hidden] if Needs.hidden_states
-    min_probability: float | None = None
-    """A draft token that is accepted with a smaller probability costs more time than it saves, as
-    measured on this machine at this batch size; None while that is not known."""
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What the target made of one request's previous draft."""
-
-    request_id: str
-    num_drafted: int  # nodes that were really verified (the scheduler may cut a draft short)
-    num_accepted: int  # accepted nodes, the bonus token not counted
-    nodes: tuple[int, ...] | None = None  # the accepted ones, a path; None = the first, of a chain
-
-    @property
-    def accepted(self) -> Sequence[int]:
-        """Indices of the accepted nodes in the draft."""
-        return range(self.num_accepted) if self.nodes is None else self.nodes
-
-
-@dataclass(frozen=True)
-class TargetFacts:
-    """What is known about the target before its weights are loaded."""
-
-    model: str  # name or folder
-    vocab_size: int
-    hidden_size: int | None  # None = its configuration does not say
-    num_speculative_tokens: int
-    load_tokenizer: Callable[[], object | None]  # as of EngineHandle
-    share_unsalted: bool = True  # requests without a cache_salt are of one share group
-
-
-@dataclass(frozen=True)
-class RequestFacts:
-    """What is known about a request before it is drafted for."""
-
-    prompt: IntArray  # [n] int32 token ids
-    vocab_size: int
-    max_model_len: int
-    tokenizer: Any = None  # the front end's; None in the engine, and where there is none
-
-
-@dataclass(frozen=True)
-class EngineHandle:
-    """What a proposer may know about the engine that runs it."""
-
-    vocab_size: int
-    max_model_len: int
-    max_num_seqs: int
-    num_speculative_tokens: int
-    model: str  # name or folder of the target
-    load_tokenizer: Callable[
-        [], object | None
-    ]  # Hugging Face tokenizer; None if the engine has none
-    target: "torch.nn.Module | None" = None
-    device: "torch.device | None" = None
-    may_write_files: bool = True
-    """False in all processes of a deployment but one: with data parallelism each replica has a
-    proposer, and all have the same options. Files may be read everywhere."""
+__all__ = [
+    "EMPTY_DRAFT",
+    "UNSALTED",
+    "BaseProposer",
+    "Draft",
+    "Drawn",
+    "EngineHandle",
+    "IntArray",
+    "Needs",
+    "Proposer",
+    "ProposerInfo",
+    "RequestFacts",
+    "RequestStep",
+    "StepContext",
+    "StepOutcome",
+    "TargetFacts",
+    "chain",
+    "proposer",
+]
 
 
 class Proposer(Protocol):
@@ -175,7 +59,7 @@ class Proposer(Protocol):
     :mod:`vllm_spec_ext.proposers.text_index.occurrence_kernels`); import them in ``start``.
     """
 
-    info: ClassVar["ProposerInfo"]
+    info: ClassVar[ProposerInfo]
     needs: Needs
 
     def start(self, engine: EngineHandle) -> None:
@@ -189,62 +73,6 @@ class Proposer(Protocol):
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Free the state of these requests: finished, aborted or preempted ones, known or not."""
-
-
-@dataclass(frozen=True)
-class ProposerInfo:
-    """How a method presents itself to users."""
-
-    name: str
-    summary: str  # one sentence
-    options: type[MethodOptions]
-    request_options: type[RequestOptions]
-    num_speculative_tokens: int | None  # default; None = the user must say
-    lossless: bool
-    needs_checkpoint: bool
-    tree: bool  # may draft branches
-    best_for: str
-    cost: str
-
-
-ProposerT = TypeVar("ProposerT", bound="type[BaseProposer]")
-
-
-def proposer(
-    name: str,
-    *,
-    summary: str,
-    options: type[MethodOptions] = MethodOptions,
-    request_options: type[RequestOptions] = RequestOptions,
-    num_speculative_tokens: int | None = None,
-    lossless: bool = True,
-    needs_checkpoint: bool = False,
-    tree: bool = False,
-    best_for: str = "",
-    cost: str = "",
-) -> Callable[[ProposerT], ProposerT]:
-    """Class decorator that names a proposer and says what users need to know about it.
-
-    The class is found through :mod:`vllm_spec_ext.proposers.registry`; other packages list it
-    under the entry point group ``vllm_spec_ext.proposers`` with the same name.
-    """
-
-    def decorate(cls: ProposerT) -> ProposerT:
-        cls.info = ProposerInfo(
-            name=name,
-            summary=summary,
-            options=options,
-            request_options=request_options,
-            num_speculative_tokens=num_speculative_tokens,
-            lossless=lossless,
-            needs_checkpoint=needs_checkpoint,
-            tree=tree,
-            best_for=best_for,
-            cost=cost,
-        )
-        return cls
-
-    return decorate
 
 
 class BaseProposer(ABC):

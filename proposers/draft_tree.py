@@ -3,14 +3,25 @@
 
 A tree of n nodes is a sequence of n parents: -1 is the root (the last verified token), and a
 parent stands before its children. Drafts are small, so plain Python is faster than numpy here.
+
+Two places do some of it again, inside compiled loops that plain Python would leave: the walk of the
+scorers over a whole batch (:mod:`vllm_spec_ext.scorers.walk.tree`), and the searches that build a
+tree node by node (``adaptive_ngram/tree_order.py``, ``blockwise/tree.py``).
 """
 
 from collections.abc import Sequence
+
+from vllm_spec_ext.proposers.records import Draft
 
 
 def chain_parents(num_nodes: int) -> list[int]:
     """Parents of a chain: each node hangs below the one before it."""
     return list(range(-1, num_nodes - 1))
+
+
+def parents_of(draft: Draft) -> list[int]:
+    """Parents of a draft's nodes; a draft that names none is a chain."""
+    return chain_parents(len(draft)) if draft.parents is None else draft.parents.tolist()
 
 
 def is_branching(parents: Sequence[int]) -> bool:

@@ -10,11 +10,12 @@ from vllm_spec_ext.proposers.base import BaseProposer, ProposerInfo
 
 ENTRY_POINT_GROUP = "vllm_spec_ext.proposers"
 
-# name -> "module:Class"; the class carries its own ProposerInfo.
+# name -> "module:Class", in the order in which lists and docs show them; the class carries its own
+# ProposerInfo, from which all else is made.
 BUILTIN = {
+    "input_copy": "vllm_spec_ext.proposers.input_copy:InputCopy",
     "adaptive_ngram": "vllm_spec_ext.proposers.adaptive_ngram:AdaptiveNgram",
     "blockwise": "vllm_spec_ext.proposers.blockwise:Blockwise",
-    "input_copy": "vllm_spec_ext.proposers.input_copy:InputCopy",
 }
 
 

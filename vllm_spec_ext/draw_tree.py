@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.draft_tree import is_path, node_depths, tree_problem
 
 CHARACTER = 7.3  # width of a character of the 12 px monospaced font, in px
 ROW, BOX, GAP, MARGIN = 26, 20, 34, 12  # px: line, box height, between columns, around
@@ -47,16 +48,11 @@ def check_tree(num_nodes: int, parents: Sequence[int], accepted: Sequence[int]) 
         SpecExtError: Parents that do not precede their children, or accepted nodes that are not
             a path from the root.
     """
-    if len(parents) != num_nodes:
-        raise SpecExtError(f"found {len(parents)} parents, expected one for each of {num_nodes}")
-    for node, parent in enumerate(parents):
-        if not -1 <= parent < node:
-            raise SpecExtError(f"node {node}: found parent {parent}, expected -1 to {node - 1}")
-    above = -1
-    for node in accepted:
-        if not 0 <= node < num_nodes or parents[node] != above:
-            raise SpecExtError(f"accepted nodes {list(accepted)} are no path from the root")
-        above = node
+    problem = tree_problem(parents, num_nodes)
+    if problem is not None:
+        raise SpecExtError(problem)
+    if not is_path(accepted, parents):
+        raise SpecExtError(f"accepted nodes {list(accepted)} are no path from the root")
 
 
 def draw_tree(
@@ -95,9 +91,7 @@ def draw_tree(
         ups.append(accepted[-1] + 1 if accepted else 0)
         classes.append("bonus")
         notes.append("")
-    depths = [0] * len(texts)
-    for node in range(1, len(texts)):
-        depths[node] = depths[ups[node]] + 1
+    depths = node_depths(ups)
     rows = tree_rows(ups)
     widths = [CHARACTER * len(text) + 12 for text in texts]
     lefts = [float(MARGIN)]

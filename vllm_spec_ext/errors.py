@@ -37,7 +37,13 @@ class UnknownNameError(SpecExtError):
     """A name that does not exist, with the nearest one that does."""
 
     def __init__(
-        self, kind: str, name: str, valid: Iterable[str], *, renamed: str | None = None
+        self,
+        kind: str,
+        name: str,
+        valid: Iterable[str],
+        *,
+        renamed: str | None = None,
+        reason: str | None = None,
     ) -> None:
         """Compose the message.
 
@@ -46,12 +52,15 @@ class UnknownNameError(SpecExtError):
             name: The name as given.
             valid: All names that would have been right.
             renamed: What the name is called now, if it was right once.
+            reason: A sentence on why a name that was right once is no more.
         """
         valid = sorted(valid)
         near = difflib.get_close_matches(name[:_MAX_PARAMETER], valid, n=1, cutoff=0.6)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         if renamed in valid:
             hint = f" It is now called {renamed!r}."
+        if reason is not None:
+            hint = f" {reason}"
         known = ", ".join(valid) or "none"
         super().__init__(f"unknown {kind}: {shown(name)}.{hint} Valid: {known}.")
         self.name = name

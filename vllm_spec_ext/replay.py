@@ -25,6 +25,7 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
+from vllm_spec_ext.proposers.draft_tree import agreeing_path, node_depths, parents_of, tree_problem
 
 
 @dataclass(frozen=True)
@@ -96,45 +97,16 @@ def check_draft(draft: Draft, room: int, vocab_size: int) -> None:
     Raises:
         SpecExtError: Too long, tokens outside the vocabulary, or parents not before children.
     """
-    tokens, parents = draft.tokens, draft.parents
+    tokens = draft.tokens
     if len(tokens) > room:
         raise SpecExtError(f"proposer drafted {len(tokens)} nodes, expected at most {room}")
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
         raise SpecExtError(f"proposer drafted tokens outside the vocabulary of {vocab_size}")
-    if parents is not None:
-        before = np.arange(len(tokens))
-        if len(parents) != len(tokens) or (parents < -1).any() or (parents >= before).any():
-            raise SpecExtError(
-                "proposer drafted a tree whose parents do not precede their children"
-            )
-
-
-def node_depths(draft: Draft) -> IntArray:
-    """Depth of each node, 1 = a child of the last verified token; [n] int32."""
-    count = len(draft)
-    if draft.parents is None:
-        return np.arange(1, count + 1, dtype=np.int32)
-    depths = np.zeros(count, np.int32)
-    for node, parent in enumerate(draft.parents):
-        depths[node] = 1 if parent < 0 else depths[parent] + 1
-    return depths
-
-
-def accepted_nodes(draft: Draft, recorded: Sequence[int] | IntArray) -> tuple[int, ...]:
-    """Draft nodes on the path that equals the recording.
-
-    Args:
-        draft: A chain or a tree.
-        recorded: The tokens that the target really produced next.
-    """
-    accepted: list[int] = []
-    for node, token in enumerate(draft.tokens):
-        parent = node - 1 if draft.parents is None else draft.parents[node]
-        # Parents come first, so one pass suffices: siblings of an accepted node are skipped.
-        current, depth = (accepted[-1] if accepted else -1), len(accepted)
-        if parent == current and depth < len(recorded) and token == recorded[depth]:
-            accepted.append(node)
-    return tuple(accepted)
+    problem = tree_problem(parents_of(draft), len(tokens))
+    if problem is not None:
+        raise SpecExtError(
+            f"proposer drafted a tree whose parents do not precede their children: {problem}"
+        )
 
 
 @dataclass
@@ -227,7 +199,9 @@ def _step_of(request: _Running, engine: EngineHandle, options: RequestOptions) -
 def _advance(request: _Running, draft: Draft, result: ReplayResult) -> StepOutcome:
     """Accept what the recording confirms, plus the bonus token, and count."""
     recorded = request.tokens[request.length :]
-    nodes = accepted_nodes(draft, recorded)
+    parents = parents_of(draft)
+    # A path is no longer than the draft, so the rest of a long recording need not be converted.
+    nodes = agreeing_path(draft.tokens.tolist(), parents, recorded[: len(draft)].tolist())
     accepted = len(nodes)
     request.new = min(accepted + 1, len(recorded))
     request.length += request.new
@@ -235,7 +209,7 @@ def _advance(request: _Running, draft: Draft, result: ReplayResult) -> StepOutco
     result.num_tokens += request.new
     result.num_drafted += len(draft)
     result.num_empty += not len(draft)
-    deepest = int(node_depths(draft).max()) if len(draft) else 0
+    deepest = max(node_depths(parents), default=-1) + 1
     while len(result.drafted_at_depth) < deepest:
         result.drafted_at_depth.append(0)
         result.accepted_at_depth.append(0)

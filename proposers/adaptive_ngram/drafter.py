@@ -11,7 +11,6 @@ from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.adaptive_ngram import search as search_module
 from vllm_spec_ext.proposers.adaptive_ngram.learning import Learner
 from vllm_spec_ext.proposers.adaptive_ngram.lookup import BACKOFF, Lookup
-from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import load_overlay, save_overlay
 from vllm_spec_ext.proposers.adaptive_ngram.search import (
     Results,
@@ -20,6 +19,7 @@ from vllm_spec_ext.proposers.adaptive_ngram.search import (
     search_batch,
     settings_array,
 )
+from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings
 from vllm_spec_ext.proposers.adaptive_ngram.store import (
     MAX_VOCAB,
     NgramStore,
@@ -35,7 +35,7 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
-from vllm_spec_ext.proposers.payoff.node_payoff import Worth
+from vllm_spec_ext.proposers.payoff.node_payoff import NodePayoff
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -49,14 +49,14 @@ _MIN_CONFIDENCE = len(Lookup._fields) + Search._fields.index("min_confidence")
 class NgramDrafter:
     """What :class:`AdaptiveNgram` does once the engine is known; not thread-safe."""
 
-    def __init__(self, options: AdaptiveNgramOptions, engine: EngineHandle) -> None:
+    def __init__(self, settings: NgramSettings, engine: EngineHandle) -> None:
         """Open the store, check it against the engine's tokenizer, reserve tables, compile.
 
         Raises:
             SpecExtError: A store or overlay that cannot be used, or a vocabulary over 2^21 - 2.
         """
-        self.settings = options
-        self._worth = Worth()
+        self.settings = settings
+        self._payoff = NodePayoff()
         self.store: NgramStore | None = None
         self.fingerprint = ""
         if engine.vocab_size > MAX_VOCAB:
@@ -66,17 +66,17 @@ class NgramDrafter:
             )
         vocab_size = engine.vocab_size
         self.base = empty_arrays(vocab_size)
-        if options.corpus is not None:
-            self.store = NgramStore(options.corpus)
+        if settings.corpus is not None:
+            self.store = NgramStore(settings.corpus)
             self.fingerprint = check_store(self.store, engine)
             # The sentinel row stands at the store's own vocabulary size, which may be smaller
             # than the (padded) one of the model; ids beyond it are in no store.
             vocab_size = self.store.header.vocab_size
             self.base = self.store.arrays
-        self.learner = Learner(options, engine.max_num_seqs, vocab_size)
-        if options.overlay_file is not None:
+        self.learner = Learner(settings, engine.max_num_seqs, vocab_size)
+        if settings.overlay_file is not None:
             self.fingerprint = self.fingerprint or target_fingerprint(engine)
-            path = Path(options.overlay_file)
+            path = Path(settings.overlay_file)
             if path.exists():
                 load_overlay(path, self.learner.shared, self.fingerprint, vocab_size)
             if not engine.may_write_files:
@@ -84,36 +84,36 @@ class NgramDrafter:
                     "vllm-spec-ext: %s is read here, and saved by the first data-parallel replica",
                     path,
                 )
-        self._saves = options.overlay_file is not None and engine.may_write_files
+        self._saves = settings.overlay_file is not None and engine.may_write_files
         self._last_save = self.learner.shared_clock
         self._prepare(engine.num_speculative_tokens, engine.max_num_seqs, vocab_size)
         self._warm_up()
 
     def _prepare(self, budget: int, max_num_seqs: int, vocab_size: int) -> None:
-        options = self.settings
+        settings = self.settings
         self._vocab_size = vocab_size
         self._lookup = Lookup(
             vocab_size=vocab_size,
-            backoff=BACKOFF[options.backoff],
-            backoff_weight=options.backoff_weight,
-            request_weight=options.request_weight if self.learner.per_request else 0.0,
-            shared_weight=options.shared_weight if self.learner.is_shared else 0.0,
-            request_half_life=float(options.half_life),
-            shared_half_life=float(options.half_life),
-            normalise=options.normalise,
-            unseen_weight=options.unseen_weight,
+            backoff=BACKOFF[settings.backoff],
+            backoff_weight=settings.backoff_weight,
+            request_weight=settings.request_weight if self.learner.per_request else 0.0,
+            shared_weight=settings.shared_weight if self.learner.is_shared else 0.0,
+            request_half_life=float(settings.half_life),
+            shared_half_life=float(settings.half_life),
+            normalise=settings.normalise,
+            unseen_weight=settings.unseen_weight,
         )
-        mode = search_module.MCTS if options.search == "mcts" else search_module.BEST_FIRST
-        if not options.tree:
+        mode = search_module.MCTS if settings.search == "mcts" else search_module.BEST_FIRST
+        if not settings.tree:
             mode = search_module.CHAIN
-        depth = options.max_depth or (DEFAULT_TREE_DEPTH if options.tree else budget)
+        depth = settings.max_depth or (DEFAULT_TREE_DEPTH if settings.tree else budget)
         self._search = Search(
             mode=mode,
             max_depth=int(depth),
-            min_confidence=float(options.min_confidence),
-            iterations=options.iterations,
-            max_sequences=options.max_sequences,
-            greedy_extension=options.greedy_extension,
+            min_confidence=float(settings.min_confidence),
+            iterations=settings.iterations,
+            max_sequences=settings.max_sequences,
+            greedy_extension=settings.greedy_extension,
         )
         self._memory = make_memory(budget)
         self._settings_array = settings_array(self._lookup, self._search)
@@ -152,7 +152,7 @@ class NgramDrafter:
         self._save_when_due()
         confidence = self.settings.min_confidence
         if self.settings.adaptive_length and step.min_probability is not None:
-            confidence = self._worth.confidence(step.min_probability)
+            confidence = self._payoff.confidence(step.min_probability)
         self._settings_array[_MIN_CONFIDENCE] = confidence
         searched: list[int] = []
         for start in range(0, len(step.requests), len(self._requests)):
@@ -170,7 +170,7 @@ class NgramDrafter:
                         found.parents[row, :count].copy(),
                         path_probs=probs,
                     )
-                    self._worth.drafted(step.requests[start + index].request_id, probs)
+                    self._payoff.drafted(step.requests[start + index].request_id, probs)
             searched += part
         return drafts
 
@@ -194,13 +194,13 @@ class NgramDrafter:
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how far estimates can be trusted; tokens are learned from the tokens themselves."""
         for outcome in outcomes:
-            self._worth.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
+            self._payoff.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Give the requests' overlays back."""
         self.learner.finish(request_ids)
         for request_id in request_ids:
-            self._worth.forget(request_id)
+            self._payoff.forget(request_id)
 
     def save(self) -> None:
         """Write the overlay of requests without a salt to ``overlay_file``, if there is one.

@@ -15,8 +15,8 @@ from zlib import crc32
 
 import numpy as np
 
-from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import OverlayPool, learn
+from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings
 from vllm_spec_ext.proposers.adaptive_ngram.shared_overlays import NO_SLOT, SharedOverlays
 from vllm_spec_ext.proposers.base import IntArray, RequestStep
 
@@ -38,26 +38,26 @@ class RequestState:
 class Learner:
     """The overlays and the state of all requests."""
 
-    def __init__(self, options: AdaptiveNgramOptions, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, settings: NgramSettings, max_num_seqs: int, vocab_size: int) -> None:
         """Reserve the overlays.
 
         Args:
-            options: The method's options.
+            settings: The method's settings.
             max_num_seqs: Most requests in a batch.
             vocab_size: Ids from here on are not learned.
         """
-        self.options = options
+        self.settings = settings
         self.vocab_size = vocab_size
-        self.per_request = options.overlay in ("request", "both")
-        self.is_shared = options.overlay in ("shared", "both")
+        self.per_request = settings.overlay in ("request", "both")
+        self.is_shared = settings.overlay in ("shared", "both")
         # A pool that is not used is as small as possible: kernels take both.
         self.requests = (
-            OverlayPool(max_num_seqs, options.request_buckets)
+            OverlayPool(max_num_seqs, settings.request_buckets)
             if self.per_request
             else OverlayPool(1, 1)
         )
         self.groups = (
-            SharedOverlays(options.max_cache_salts, options.shared_buckets)
+            SharedOverlays(settings.max_cache_salts, settings.shared_buckets)
             if self.is_shared
             else SharedOverlays(0, 1)
         )
@@ -148,17 +148,17 @@ class Learner:
     def _start(self, request: RequestStep, cursor: int) -> int:
         """First position to learn."""
         length = len(request.token_ids)
-        if self.options.relearn_window:
+        if self.settings.relearn_window:
             # Published: all trigrams inside the window, at every step.
-            return length - min(self.options.relearn_window, length) + 2
-        if not self.options.learn_prompt:
+            return length - min(self.settings.relearn_window, length) + 2
+        if not self.settings.learn_prompt:
             cursor = max(cursor, request.num_prompt_tokens)
-        return max(cursor, length - max(self.options.prompt_window, len(request.new_tokens)))
+        return max(cursor, length - max(self.settings.prompt_window, len(request.new_tokens)))
 
     def _learn_own(self, request: RequestStep, state: RequestState) -> None:
         if state.slot >= 0:
             start = self._start(request, state.cursor)
-            self._add(self.requests, state.slot, request.token_ids, start, self.options.half_life)
+            self._add(self.requests, state.slot, request.token_ids, start, self.settings.half_life)
         state.cursor = len(request.token_ids)
 
     def _learn_shared(self, request: RequestStep, state: RequestState, half_life: float) -> None:
@@ -181,10 +181,10 @@ class Learner:
             np.ascontiguousarray(tokens[first:], np.int32),
             start - first,
             self.vocab_size,
-            self.options.backoff != "off",
+            self.settings.backoff != "off",
             float(half_life),
-            float(self.options.increment),
-            float(self.options.cap),
+            float(self.settings.increment),
+            float(self.settings.cap),
         )
 
     def finish(self, request_ids: Sequence[str]) -> None:

@@ -2,19 +2,22 @@
 """Options of ``adaptive_ngram``."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from vllm_spec_ext.options import MethodOptions
+from vllm_spec_ext.proposers.adaptive_ngram.reference import ADED_REFERENCE, INTERNAL
 
 
 class AdaptiveNgramOptions(MethodOptions):
     """Options of ``adaptive_ngram`` (adaptive trigram tree, after ADED)."""
 
+    moved_options: ClassVar[Mapping[str, str]] = INTERNAL
+
     preset: Literal["default", "aded_reference"] = "default"
-    """``aded_reference`` takes the settings of ADED's published code for every option that is
-    not given; use it with ``num_speculative_tokens=64``."""
+    """``aded_reference`` drafts and learns as ADED's published code does: its search, and its
+    values of all options that are not given. Use it with ``num_speculative_tokens=64``."""
 
     corpus: str | None = None
     """Folder or file made by ``vllm-spec corpus build``; without one the method learns from the
@@ -36,28 +39,15 @@ class AdaptiveNgramOptions(MethodOptions):
     overlay_save_every: int = Field(default=200_000, ge=0)
     """Tokens learned between two saves of ``overlay_file``; 0 saves at exit only."""
 
-    search: Literal["best_first", "mcts"] = "best_first"
-    """``best_first`` takes nodes in the order of their path probability; ``mcts`` by visits."""
-
     tree: bool = True
     """Draft branches; ``false`` drafts the single greedy path."""
 
     max_depth: int | None = Field(default=None, ge=1, le=64)
     """Longest path in tokens; by default 12 for a tree and no limit for a chain."""
 
-    iterations: int = Field(default=150, ge=1, le=2000)
-    """Iterations of ``mcts``."""
-
-    max_sequences: int = Field(default=0, ge=0, le=256)
-    """``mcts`` as published: keep this many most visited sequences, the root's included, and cut
-    the longest ones while they hold over 64 tokens; 0 fills the node budget by visits."""
-
-    greedy_extension: bool = False
-    """Append to every sequence of ``mcts`` its most probable next token."""
-
     min_confidence: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Nodes whose path has a lower estimated probability are not drafted; a step in which no node
-    reaches it is not speculated on at all. Must be 0 where ``normalise`` is off."""
+    reaches it is not speculated on at all."""
 
     backoff: Literal["mix", "empty", "off"] = "mix"
     """Successors of the last token alone: for the probability that the two-token context leaves
@@ -72,15 +62,8 @@ class AdaptiveNgramOptions(MethodOptions):
     prompt_window: int = Field(default=8192, ge=0, le=1 << 20)
     """At most this many last tokens are learned at once, which bounds the work of a long prompt."""
 
-    relearn_window: int = Field(default=0, ge=0, le=1024)
-    """Learn the trigrams of this many last tokens anew at every step, as published; 0 learns each
-    token exactly once."""
-
-    increment: float = Field(default=1.0, gt=0.0, le=100.0)
-    """Weight of one observation."""
-
     cap: float = Field(default=3.0, gt=0.0, le=1000.0)
-    """Highest weight of one successor."""
+    """Highest weight of one successor; one observation weighs 1."""
 
     half_life: float = Field(default=500.0, ge=0.0)
     """Learned tokens after which a weight has halved (the shared overlay: times the number of
@@ -98,18 +81,16 @@ class AdaptiveNgramOptions(MethodOptions):
     shared_weight: float = Field(default=0.5, gt=0.0, le=100.0)
     """Weight of the shared overlay beside the corpus."""
 
-    normalise: bool = True
-    """Scale each row to a sum of at most 1, so that products of weights are probabilities."""
-
     unseen_weight: float = Field(default=1.0, ge=0.0, le=100.0)
-    """Weight of all that never followed a context, beside what did; one observation weighs
-    ``increment`` times the weight of its overlay. 0 takes what was seen once for certain."""
+    """Weight of all that never followed a context, beside what did; one observation weighs as much
+    as its overlay. 0 takes what was seen once for certain."""
 
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, given: Any) -> Any:
         if isinstance(given, Mapping) and given.get("preset") == "aded_reference":
-            return {**ADED_REFERENCE, **given}
+            known = {name: v for name, v in ADED_REFERENCE.items() if name in cls.model_fields}
+            return {**known, **given}
         return given
 
     @model_validator(mode="after")
@@ -127,35 +108,13 @@ class AdaptiveNgramOptions(MethodOptions):
                 f"overlay_file holds a shared overlay, but overlay={self.overlay!r}; "
                 "set overlay to 'shared' or 'both'"
             )
-        if not self.normalise and self.min_confidence > 0:
-            raise ValueError("min_confidence needs probabilities; set it to 0 or normalise to true")
-        if (self.max_sequences or self.greedy_extension) and (
-            self.search != "mcts" or not self.tree
-        ):
+        if self.preset == "aded_reference" and self.min_confidence > 0:
             raise ValueError(
-                "max_sequences and greedy_extension belong to search='mcts' with a tree"
+                "min_confidence needs probabilities, and preset 'aded_reference' makes none; leave "
+                "min_confidence out, or the preset"
+            )
+        if self.preset == "aded_reference" and not self.tree:
+            raise ValueError(
+                "preset 'aded_reference' drafts trees alone; leave tree=false out, or the preset"
             )
         return self
-
-
-ADED_REFERENCE: Mapping[str, Any] = {
-    "overlay": "shared",
-    "search": "mcts",
-    "max_depth": 4,
-    "iterations": 150,
-    "max_sequences": 24,
-    "adaptive_length": False,
-    "greedy_extension": True,
-    "min_confidence": 0.0,
-    "backoff": "off",
-    "learn_prompt": False,
-    "relearn_window": 16,
-    "increment": 0.04,
-    "cap": 3.0,
-    "half_life": 0.0,
-    "shared_buckets": 1 << 16,
-    "shared_weight": 1.0,
-    "normalise": False,
-    "unseen_weight": 0.0,
-}
-"""What ADED's published code does; its overlay is unbounded, ours is not."""

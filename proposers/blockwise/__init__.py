@@ -33,7 +33,8 @@ from vllm_spec_ext.proposers.base import (
 )
 from vllm_spec_ext.proposers.blockwise.options import BlockwiseOptions
 from vllm_spec_ext.proposers.blockwise.without_adapters import without_adapters
-from vllm_spec_ext.proposers.payoff.node_payoff import Worth
+from vllm_spec_ext.proposers.draft_tree import is_branching
+from vllm_spec_ext.proposers.payoff.node_payoff import NodePayoff
 from vllm_spec_ext.proposers.text_index.copied_tokens import copied_tokens
 from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex, warm_up
 
@@ -69,7 +70,7 @@ class Blockwise(BaseProposer):
         self.needs = Needs(hidden_states=True, distributions=self._options.draw)
         self._heads: BlockwiseHeads | None = None
         self._target: Any = None
-        self._worth = Worth()
+        self._payoff = NodePayoff()
         self._texts: dict[str, OccurrenceIndex] = {}  # of unfinished requests, with copy_match
 
     @classmethod
@@ -137,7 +138,7 @@ class Blockwise(BaseProposer):
         if self._heads is None or step.hidden_states is None or not rows:
             return drafts
         for row in rows:
-            self._worth.forget(step.requests[row].request_id)  # a draft that had no outcome
+            self._payoff.forget(step.requests[row].request_id)  # a draft that had no outcome
         confidence = self._confidence(step.min_probability)
         if confidence > 1.0:
             return drafts
@@ -157,25 +158,25 @@ class Blockwise(BaseProposer):
                 draft = self._chain(log_probs[i, :, 0], tokens[i, :, 0], request.room, limit)
             drafts[row] = draft
             if draft.path_probs is not None:
-                self._worth.drafted(request.request_id, draft.path_probs)
+                self._payoff.drafted(request.request_id, draft.path_probs)
         return drafts
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how far the heads' probabilities can be trusted."""
         for outcome in outcomes:
-            self._worth.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
+            self._payoff.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget the outcomes that will not come, and the texts."""
         for request_id in request_ids:
-            self._worth.forget(request_id)
+            self._payoff.forget(request_id)
             self._texts.pop(request_id, None)
 
     def _confidence(self, min_probability: float | None) -> float:
         """Least path probability of a node that is drafted; 0 drafts all."""
         least = self._options.min_confidence
         if self._options.adaptive_length and min_probability is not None:
-            least = max(least, self._worth.confidence(min_probability))
+            least = max(least, self._payoff.confidence(min_probability))
         return least
 
     def _head_logits(self, step: StepContext, rows: list[int]) -> "torch.Tensor | None":
@@ -280,7 +281,7 @@ class Blockwise(BaseProposer):
             return EMPTY_DRAFT
         drafted = np.ascontiguousarray(tokens[depths, ranks])
         probs = np.exp(path_log_probs(log_probs, depths, ranks, parents))
-        if np.array_equal(parents, np.arange(-1, len(parents) - 1)):
+        if not is_branching(parents.tolist()):
             return Draft(drafted, path_probs=probs)  # no branch: the plain path is cheaper
         return Draft(drafted, parents, path_probs=probs)
 

@@ -115,7 +115,7 @@ class _Copy:
     options=InputCopyOptions,
     request_options=InputCopyRequest,
     num_speculative_tokens=32,
-    best_for="editing, correcting, rewriting, translating code, quoting, extraction",
+    best_for="editing, correcting, rewriting, quoting, extraction, code edits",
     cost="microseconds a step; no memory beyond the input's tokens",
 )
 class InputCopy(BaseProposer):
@@ -208,7 +208,7 @@ class InputCopy(BaseProposer):
         if options.growth:
             room = min(room, max(options.first_draft, options.growth * num_agreeing))
         if options.adaptive_length and min_probability is not None:
-            room = self._rates.worthwhile(kind, min_probability, room)
+            room = self._rates.longest_draft(kind, min_probability, room)
         return room
 
     def _start_copy(self, request: RequestStep) -> _Copy:

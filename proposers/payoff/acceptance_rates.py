@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often drafts of a kind are accepted, and how long a draft may be to pay."""
+"""How often drafts of a kind are accepted, and how long a draft may be to pay off."""
 
 import math
 from collections.abc import Sequence
 
 _MEMORY = 0.99  # how much of the past survives one more draft of the same kind
-_FADE = 0.98  # how much of it survives a step in which that kind was not worth drafting
+_FADE = 0.98  # how much of it survives a step in which a draft of that kind could not pay off
 
 
 class AcceptanceRates:
@@ -16,7 +16,7 @@ class AcceptanceRates:
 
         Args:
             priors: For each kind (rate of the first token, rate of each further one).
-            strength: How many observations the priors are worth.
+            strength: Number of observations that the priors count as.
         """
         self._priors = list(priors)
         self._strength = strength
@@ -42,11 +42,11 @@ class AcceptanceRates:
             (counts[2] + further * strength) / (counts[3] + strength),
         )
 
-    def worthwhile(self, kind: int, min_probability: float, limit: int) -> int:
+    def longest_draft(self, kind: int, min_probability: float, limit: int) -> int:
         """Longest draft whose last token is still accepted with at least that probability.
 
-        A kind that is not worth a single token slowly falls back to what is usual, so that it is
-        tried again some time.
+        A kind of which not even one token pays off falls back slowly to what is usual, so that it
+        is tried again some time.
         """
         first, further = self.rates(kind)
         if first < min_probability:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MEMORY = 0.99  # what remains of the past after one more verified draft
-_FADE = 0.98  # what remains of it after a step in which nothing was worth drafting
+_FADE = 0.98  # what remains of it after a step in which no draft could pay off
 _PRIOR = 4.0  # nodes that an estimate is trusted with at the start
 _LOWEST, _NONE = 0.01, math.inf
 
@@ -19,8 +19,8 @@ _LEAST = np.concatenate(([_LOWEST], _BOUNDS))  # promise of each class
 _MIDDLE = np.sqrt(_LEAST * np.append(_BOUNDS, 1.0))
 
 
-class Worth:
-    """Learns how often nodes stand of which so much was promised, over all requests."""
+class NodePayoff:
+    """Learns how often nodes are accepted of which so much was promised, over all requests."""
 
     def __init__(self) -> None:
         """Trust the estimates until they prove wrong."""
@@ -54,8 +54,8 @@ class Worth:
         size = len(_LEAST)
         self._promised = self._promised * _MEMORY + float(probs.sum())
         self._tried = self._tried * _MEMORY + np.bincount(classes, minlength=size)
-        stood = np.bincount(classes[list(accepted)], minlength=size)
-        self._accepted = self._accepted * _MEMORY + stood
+        newly_accepted = np.bincount(classes[list(accepted)], minlength=size)
+        self._accepted = self._accepted * _MEMORY + newly_accepted
 
     def forget(self, request_id: str) -> None:
         """A request is gone, and with it the outcome of its last draft."""
@@ -67,19 +67,20 @@ class Worth:
         return (float(self._accepted.sum()) + _PRIOR) / (self._promised + _PRIOR)
 
     def confidence(self, min_probability: float) -> float:
-        """Estimated path probability from which on nodes pay; above 1 if none do.
+        """Estimated path probability from which on nodes pay off; above 1 if none do.
 
-        The one with which the nodes so far would have earned most: their accepted tokens less
-        what verifying them cost. A class that was seldom tried is judged by all of them, so one
-        that did not pay is tried again when that has been forgotten; a call that finds nothing to
-        pay is a step of forgetting.
+        The one with which the nodes so far would have had the largest payoff: their accepted tokens
+        less the cost of verifying them. A class that was seldom tried is estimated from all of
+        them, so one without a payoff is tried again when that has been forgotten; a call that finds
+        no payoff is a step of forgetting.
 
         Args:
-            min_probability: True acceptance probability at which a verified token pays.
+            min_probability: True acceptance probability at which a verified token's benefit equals
+                its cost.
         """
         expected = np.minimum(_MIDDLE * self.trust, 1.0)
-        earned = self._accepted + _PRIOR * expected - min_probability * (self._tried + _PRIOR)
-        from_class = np.cumsum(earned[::-1])[::-1]
+        payoff = self._accepted + _PRIOR * expected - min_probability * (self._tried + _PRIOR)
+        from_class = np.cumsum(payoff[::-1])[::-1]
         best = int(np.argmax(from_class))
         if from_class[best] >= 0.0:
             return float(_LEAST[best])

@@ -65,7 +65,11 @@ def verifying_rows(parents: HostArray, starts: HostArray) -> IntArray:
 
 
 def node_depths(parents: HostArray, starts: HostArray) -> IntArray:
-    """[num_nodes] int64: 0 for children of the root. Arguments as :func:`verifying_rows`."""
+    """[num_nodes] int64: 0 for children of the root. Arguments as :func:`verifying_rows`.
+
+    What :func:`vllm_spec_ext.proposers.draft_tree.node_depths` says of each request's tree, but for
+    a whole batch at once and compiled, because the compiled walk needs it, too.
+    """
     out = np.empty(len(parents), np.int64)
     _fill_depths(host(parents, np.int64), host(starts, np.int64), out)
     return out

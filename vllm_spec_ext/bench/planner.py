@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.draft_tree import is_branching
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def read_recording(steps: Sequence[Mapping[str, Any]], propose_us: Sequence[floa
     requests: dict[str, list[RecordedStep]] = {}
     branches = False
     for row in steps:
-        branches |= list(row["parents"]) != list(range(-1, len(row["parents"]) - 1))
+        branches |= is_branching(row["parents"])
         found = RecordedStep(row["step"], len(row["tokens"]), len(row["accepted"]))
         requests.setdefault(row["request_id"], []).append(found)
     decoding = [found[1:] for found in requests.values()]

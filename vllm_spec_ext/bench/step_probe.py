@@ -25,6 +25,7 @@ from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import BaseProposer, Draft, EngineHandle, StepContext, proposer
+from vllm_spec_ext.proposers.draft_tree import chain_parents
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -48,7 +49,7 @@ def parents_of(shape: Shape, size: int) -> list[int]:
     for chain in range(width):
         length = size // width + (chain < size % width)
         first = len(parents)
-        parents += [-1, *range(first, first + length - 1)][:length]
+        parents += [-1 if parent < 0 else first + parent for parent in chain_parents(length)]
     return parents
 
 

@@ -27,6 +27,7 @@ from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import parse_options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import Draft, Proposer, StepContext, StepOutcome
+from vllm_spec_ext.proposers.draft_tree import agreeing_path, parents_of
 from vllm_spec_ext.replay import Recording, replay
 
 ENGINE = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 1}
@@ -109,20 +110,11 @@ class _Witness:
 
 def verified_by(draft: Draft, recorded: Sequence[int], context: Sequence[int]) -> DraftStep:
     """What a target that says ``recorded`` makes of a draft."""
-    size = len(draft)
-    parents = list(range(-1, size - 1)) if draft.parents is None else draft.parents.tolist()
-    accepted: list[int] = []
-    for node, token in enumerate(draft.tokens.tolist()):
-        above = accepted[-1] if accepted else -1
-        if (
-            len(accepted) < len(recorded)
-            and parents[node] == above
-            and token == recorded[len(accepted)]
-        ):
-            accepted.append(node)
+    tokens, parents = draft.tokens.tolist(), parents_of(draft)
+    accepted = list(agreeing_path(tokens, parents, recorded))
     probs = [] if draft.path_probs is None else draft.path_probs.tolist()
     new = list(recorded[: len(accepted) + 1])
-    return DraftStep(draft.tokens.tolist(), parents, probs, accepted, new, list(context))
+    return DraftStep(tokens, parents, probs, accepted, new, list(context))
 
 
 def from_engine(trace: dict[str, Any]) -> list[DraftStep]:

@@ -6,7 +6,8 @@ command line, the JSON of ``--speculative-config``, the per-request options and 
 made from them. No vLLM or torch import: these modules load in milliseconds.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -19,6 +20,9 @@ class Options(BaseModel):
     """Base of all option classes: frozen, and no unknown key is accepted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    moved_options: ClassVar[Mapping[str, str]] = {}
+    """Names that are no longer options, with a sentence for someone who gives one."""
 
 
 class MethodOptions(Options):

@@ -38,10 +38,24 @@ RENAMED_OPTIONS: Mapping[str, str] = {"pays": "adaptive_length"}
 """Former names of options, by which they are refused with the new one."""
 
 
-def unknown_option(owner: str, name: str, valid: Iterable[str]) -> UnknownNameError:
-    """The error for an option that does not exist, or no longer under this name."""
-    renamed = RENAMED_OPTIONS.get(name)
-    return UnknownNameError(f"option of {owner}", name, valid, renamed=renamed)
+def unknown_option(
+    schema: "type[Options]", owner: str, name: str, valid: Iterable[str]
+) -> UnknownNameError:
+    """The error for an option that does not exist, or no longer under this name.
+
+    Args:
+        schema: The option class without it.
+        owner: Whose options these are.
+        name: As the user gave it.
+        valid: All names that would have been right here.
+    """
+    return UnknownNameError(
+        f"option of {owner}",
+        name,
+        valid,
+        renamed=RENAMED_OPTIONS.get(name),
+        reason=schema.moved_options.get(name),
+    )
 
 
 def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) -> OptionsT:
@@ -58,7 +72,7 @@ def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) 
     """
     for name in given:
         if name not in schema.model_fields:
-            raise unknown_option(owner, str(name), schema.model_fields)
+            raise unknown_option(schema, owner, str(name), schema.model_fields)
     try:
         return schema.model_validate(dict(given))
     except ValidationError as error:

@@ -16,11 +16,10 @@ from vllm_spec_ext.engine.trees.plan import (
     TreePlan,
     build_plan,
     fitting_prefix,
-    is_branching,
-    node_depths,
     num_scratch_blocks,
     segment_bounds,
 )
+from vllm_spec_ext.proposers.draft_tree import is_branching, node_depths
 
 Name = tuple[str, int, int]  # ("old", request, position) or ("row", request, node); node -1 = root
 

@@ -20,6 +20,7 @@ from vllm_spec_ext.cli.docs_tables import (
     with_tables,
 )
 from vllm_spec_ext.cli.main import main as command_line
+from vllm_spec_ext.cli.method_docs import methods_table, nav_entries
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions
@@ -62,9 +63,14 @@ def test_readme_is_short_and_lists_every_method() -> None:
         assert f"`{name}`" in methods
 
 
-def test_option_tables_are_those_of_the_schemas() -> None:
+def test_tables_are_those_of_schemas_and_registry() -> None:
     assert outdated(DOCS) == {}, "run: python -m vllm_spec_ext.cli.docs_tables --write docs"
     assert option_table(InputCopyOptions) in (DOCS / "input_copy.md").read_text()
+    assert methods_table("overview", DOCS, "docs/") in (ROOT / "README.md").read_text()
+    assert methods_table("which", DOCS) in (DOCS / "methods.md").read_text()
+    assert methods_table("pages", DOCS) in (DOCS / "index.md").read_text()
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert all(f"      {entry}\n" in navigation for entry in nav_entries(DOCS))
 
 
 def test_tables_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

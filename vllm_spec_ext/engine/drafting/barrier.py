@@ -17,12 +17,12 @@ import numpy as np
 
 from vllm_spec_ext.errors import ProposerError
 from vllm_spec_ext.proposers.base import EMPTY_DRAFT, Draft, StepContext
-from vllm_spec_ext.proposers.draft_tree import chain_parents, tree_problem
+from vllm_spec_ext.proposers.draft_tree import parents_of, tree_problem
 
 logger = logging.getLogger("vllm.spec_ext")
 
 STRICT = "VLLM_SPEC_EXT_STRICT"
-SUM_TOLERANCE = 2e-2  # of a row of probabilities made in bfloat16; as in scorers.residual
+SUM_TOLERANCE = 2e-2  # of a row of probabilities made in bfloat16; as in scorers.walk.residual
 
 _RAISED = object()
 ResultT = TypeVar("ResultT")
@@ -157,10 +157,9 @@ def _distribution_problem(draft: Draft, vocab_size: int) -> tuple[str, str] | No
         )
     if not (drawn > 0).all():
         return "probs", "probs: found a token of probability 0 in the row that it was drawn from"
-    if draft.drawn == "without_replacement":
-        parents = chain_parents(len(draft)) if draft.parents is None else draft.parents.tolist()
-        if len(set(zip(parents, draft.tokens.tolist(), strict=True))) < len(draft):
-            return "drawn", "drawn without replacement: found a token twice among siblings"
+    named = zip(parents_of(draft), draft.tokens.tolist(), strict=True)
+    if draft.drawn == "without_replacement" and len(set(named)) < len(draft):
+        return "drawn", "drawn without replacement: found a token twice among siblings"
     return None
 
 

@@ -129,7 +129,7 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
     for key in values:
         if key not in found.options.model_fields:
             ours = [*RULE_OPTIONS, *SHARING_OPTIONS, *found.options.model_fields]
-            raise unknown_option(method, key, ["method", *VLLM_OPTIONS, *ours])
+            raise unknown_option(found.options, method, key, ["method", *VLLM_OPTIONS, *ours])
     if not isinstance(allow_lossy, bool):
         raise SpecExtError(f"allow_lossy: found {allow_lossy!r}, expected true or false")
     if share_unsalted is not None and not isinstance(share_unsalted, bool):

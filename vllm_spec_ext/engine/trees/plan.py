@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_spec_ext.proposers.draft_tree import node_depths
+
 Int64s = NDArray[np.int64]
 
 
@@ -98,22 +100,9 @@ def segment_bounds(parents: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(parents)], strict=True))
 
 
-def is_branching(parents: Sequence[int]) -> bool:
-    """Whether these nodes are anything but one chain."""
-    return any(parent != i - 1 for i, parent in enumerate(parents))
-
-
 def num_scratch_blocks(depth: int, num_computed: int, block_size: int) -> int:
     """Blocks that a segment needs whose last node lies `depth` (from 0) below the root."""
     return (num_computed + 1 + depth) // block_size - num_computed // block_size + 1
-
-
-def node_depths(parents: Sequence[int]) -> list[int]:
-    """Depth of each node, 0 for children of the root."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
 
 
 def fitting_prefix(

@@ -4,9 +4,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vllm_spec_ext.proposers.draft_tree import chain_parents, node_depths
 
 Int64s = NDArray[np.int64]
 
@@ -35,7 +38,7 @@ class DraftBatch:
         sizes = [len(draft) for draft in tokens]
         flat: list[int] = []
         for size, given in zip(sizes, parents, strict=True):
-            flat += range(-1, size - 1) if given is None else given[:size]
+            flat += chain_parents(size) if given is None else given[:size]
         return cls(
             parents=np.array(flat, np.int64),
             tokens=np.array([token for draft in tokens for token in draft], np.int64),
@@ -60,9 +63,8 @@ class DraftBatch:
     @cached_property
     def depth_of_row(self) -> Int64s:
         """[num_rows] draft tokens between the root and the row, the row's own included."""
-        depths = np.zeros(len(self.request_of_row), np.int64)
-        roots = self.root_rows[np.repeat(np.arange(self.num_requests), np.diff(self.node_starts))]
-        rows = np.flatnonzero(~np.isin(np.arange(len(depths)), self.root_rows))
-        for row, parent_row in zip(rows.tolist(), (roots + 1 + self.parents).tolist(), strict=True):
-            depths[row] = depths[parent_row] + 1
-        return depths
+        parents = self.parents.tolist()
+        depths: list[int] = []
+        for first, end in pairwise(self.node_starts.tolist()):
+            depths += [0, *(depth + 1 for depth in node_depths(parents[first:end]))]
+        return np.array(depths, np.int64)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.blockwise.heads import BlockwiseHeads
+from vllm_spec_ext.proposers.draft_tree import agreeing_path
 from vllm_spec_ext.training.batches import IGNORED, make_batch
 from vllm_spec_ext.training.blockwise.draft_vocab import DraftProjection
 from vllm_spec_ext.training.blockwise.text_copies import TextCopies, tokens_seen
@@ -203,10 +204,5 @@ def _tree_accepts(rows: _Rows, row: int, budget: int) -> int:
     from vllm_spec_ext.proposers.blockwise.tree import best_tree
 
     _, ranks, parents = best_tree(np.ascontiguousarray(rows.log_probs[row]), budget, -math.inf)
-    node = -1
-    for depth, wanted in enumerate(rows.ranks[row].tolist()):
-        found = np.flatnonzero((parents == node) & (ranks == wanted))
-        if wanted < 0 or not len(found):
-            return depth
-        node = int(found[0])
-    return len(rows.ranks[row])
+    # A wanted token that is none of the candidates has rank -1, which no node has.
+    return len(agreeing_path(ranks.tolist(), parents.tolist(), rows.ranks[row].tolist()))

@@ -9,7 +9,6 @@ import pytest
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.adaptive_ngram import overlay as module
 from vllm_spec_ext.proposers.adaptive_ngram.learning import Learner
-from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     OverlayPool,
     find_row,
@@ -17,6 +16,7 @@ from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     load_overlay,
     save_overlay,
 )
+from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings
 from vllm_spec_ext.proposers.base import UNSALTED, RequestStep
 
 V = 1000
@@ -119,7 +119,7 @@ def test_ids_outside_the_vocabulary_are_skipped() -> None:
 
 def make_learner(**options: object) -> Learner:
     given = {"overlay": "both", "half_life": 0.0, "request_buckets": 64, "shared_buckets": 64}
-    return Learner(AdaptiveNgramOptions.model_validate(given | options), 2, V)
+    return Learner(NgramSettings.model_validate(given | options), 2, V)
 
 
 def step(

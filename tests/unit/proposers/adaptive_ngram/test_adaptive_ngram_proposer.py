@@ -14,12 +14,15 @@ from typer.testing import CliRunner
 from vllm_spec_ext.cli import simulate as simulate_module
 from vllm_spec_ext.cli.corpus import corpus_app, parse_bytes
 from vllm_spec_ext.cli.simulate import make_points, parse_grid, read_recordings, simulate
+from vllm_spec_ext.engine.starting.spec_config import parse_method
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.options import RequestOptions, parse_options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
 from vllm_spec_ext.proposers.adaptive_ngram.build import BuildSettings, build_store
 from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
+from vllm_spec_ext.proposers.adaptive_ngram.reference import ADED_REFERENCE, INTERNAL
+from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings, settings_of
 from vllm_spec_ext.proposers.base import (
     UNSALTED,
     Draft,
@@ -31,9 +34,7 @@ from vllm_spec_ext.proposers.base import (
 )
 from vllm_spec_ext.replay import (
     Recording,
-    accepted_nodes,
     check_draft,
-    node_depths,
     replay,
 )
 
@@ -58,7 +59,7 @@ def engine(budget: int = 8, seqs: int = 4, tokenizer: object | None = None) -> E
 
 
 def started(budget: int = 8, seqs: int = 4, **options: object) -> AdaptiveNgram:
-    proposer = AdaptiveNgram(AdaptiveNgramOptions.model_validate(options))
+    proposer = AdaptiveNgram(NgramSettings.model_validate(options))
     proposer.start(engine(budget, seqs, NumberTokenizer()))
     return proposer
 
@@ -202,7 +203,7 @@ def test_shared_overlay_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_options_are_checked() -> None:
-    preset = AdaptiveNgramOptions.model_validate({"preset": "aded_reference", "cap": 2.0})
+    preset = NgramSettings.model_validate({"preset": "aded_reference", "cap": 2.0})
     assert (preset.cap, preset.increment, preset.search) == (2.0, 0.04, "mcts")
     for bad in (
         {"overlay": "none"},
@@ -210,6 +211,8 @@ def test_options_are_checked() -> None:
         {"overlay_file": "x"},
         {"normalise": False},
         {"max_sequences": 5},
+        {"preset": "aded_reference", "min_confidence": 0.1},
+        {"preset": "aded_reference", "tree": False},
     ):
         with pytest.raises(SpecExtError, match="adaptive_ngram"):
             parse_options(AdaptiveNgramOptions, bad, "adaptive_ngram")
@@ -221,15 +224,36 @@ def test_options_are_checked() -> None:
         )
 
 
-def test_accepted_nodes_follow_the_tree() -> None:
+def test_public_options_become_all_settings_of_their_preset() -> None:
+    given = {"preset": "aded_reference", "cap": 2.0, "overlay": "request"}
+    options = parse_options(AdaptiveNgramOptions, given, "adaptive_ngram")
+    settings = AdaptiveNgram(options).settings
+    assert settings.model_dump() == {
+        **NgramSettings(**ADED_REFERENCE).model_dump(),
+        **given,
+    }
+    assert settings_of(settings) is settings
+    ours = settings_of(AdaptiveNgramOptions(max_depth=3))
+    assert ours == NgramSettings(max_depth=3)
+
+
+def test_a_setting_of_the_reference_alone_is_refused_with_its_preset() -> None:
+    assert set(NgramSettings.model_fields) == {*AdaptiveNgramOptions.model_fields, *INTERNAL}
+    for name in INTERNAL:
+        with pytest.raises(UnknownNameError, match='set by "preset": "aded_reference" alone'):
+            parse_options(AdaptiveNgramOptions, {name: 1}, "adaptive_ngram")
+        with pytest.raises(UnknownNameError, match='set by "preset": "aded_reference" alone'):
+            parse_method({name: 1}, "adaptive_ngram")
+    with pytest.raises(UnknownNameError, match="aded_reference"):
+        make_points("adaptive_ngram", [{"search": "mcts"}])
+    (point,) = make_points("adaptive_ngram", [{"preset": "aded_reference"}])
+    assert point.options == AdaptiveNgramOptions(preset="aded_reference")
+
+
+def test_drafts_that_break_the_contract_are_refused() -> None:
     ids = np.array([5, 6, 7, 8, 9], np.int32)
-    parents = np.array([-1, 0, 1, 0, -1], np.int32)
-    tree = Draft(ids, parents)
-    assert node_depths(tree).tolist() == [1, 2, 3, 2, 1]
-    cases = {(5, 6, 7, 1): (0, 1, 2), (5, 8, 7): (0, 3), (9, 6): (4,), (1,): (), (5,): (0,), (): ()}
-    for recorded, expected in cases.items():
-        assert accepted_nodes(tree, recorded) == expected
-    assert accepted_nodes(chain([5, 6, 7]), (5, 6, 1)) == (0, 1)
+    tree = Draft(ids, np.array([-1, 0, 1, 0, -1], np.int32))
+    check_draft(tree, 5, V)
     with pytest.raises(SpecExtError, match="precede"):
         check_draft(Draft(ids, np.array([-1, 1, 0, 0, 0], np.int32)), 8, V)
     with pytest.raises(SpecExtError, match="at most 4"):

@@ -12,6 +12,7 @@ import pytest
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
 from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
+from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings
 from vllm_spec_ext.proposers.adaptive_ngram.shared_overlays import SharedOverlays
 from vllm_spec_ext.proposers.base import (
     UNSALTED,
@@ -40,7 +41,7 @@ ENGINE = EngineHandle(V, 4096, 4, 8, "MODEL", Tokenizer)
 
 def started(engine: EngineHandle = ENGINE, **options: object) -> AdaptiveNgram:
     given = {"overlay": "shared", "shared_buckets": 64, "backoff": "off", **options}
-    proposer = AdaptiveNgram(AdaptiveNgramOptions.model_validate(given))
+    proposer = AdaptiveNgram(NgramSettings.model_validate(given))
     proposer.start(engine)
     return proposer
 

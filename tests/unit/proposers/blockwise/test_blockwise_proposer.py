@@ -205,7 +205,7 @@ def test_a_draft_without_an_outcome_is_forgotten(tmp_path: Path) -> None:
     assert len(proposer.propose(one)[0]) == 1
     proposer.propose(step(hidden, [3]))  # the cost is unknown again, and nothing is promised
     proposer.observe([StepOutcome("r0", 3, 3)])
-    assert proposer._worth.trust == 1.0
+    assert proposer._payoff.trust == 1.0
 
 
 def test_drafts_only_what_pays(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_drafts_only_what_pays(tmp_path: Path) -> None:
     assert len(proposer.propose(dear)[0]) == 3
     proposer.propose(cheap)
     proposer.finish(["r0"])
-    assert proposer._worth._pending == {}
+    assert proposer._payoff._pending == {}
 
 
 def test_tree_path_probabilities(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_a_drawn_draft_is_as_long_whatever_was_drawn(tmp_path: Path) -> None:
 
 
 def test_a_seeded_request_gets_the_best_tokens_also_with_draw(tmp_path: Path) -> None:
-    """Its text must not depend on its drafts, so draws would be judged as if they were chosen."""
+    """Its text must not depend on its drafts, so draws would be verified as if they were chosen."""
     proposer = start(StandInTarget(), save(tmp_path)[0], draw=True)
     given = sampled(1.0)
     (request,) = given.requests

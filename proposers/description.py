@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a method presents itself: to users, and to the engine that is to run it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from vllm_spec_ext.options import MethodOptions, RequestOptions
+
+if TYPE_CHECKING:
+    from vllm_spec_ext.proposers.base import BaseProposer
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a proposer asks of the engine."""
+
+    hidden_states: bool = False
+    """Final hidden state of the last verified position, one row a request."""
+
+    distributions: bool = False
+    """Drafts may carry ``probs``: what verifies these is compiled when the engine starts."""
+
+
+@dataclass(frozen=True)
+class ProposerInfo:
+    """How a method presents itself to users."""
+
+    name: str
+    summary: str  # one sentence
+    options: type[MethodOptions]
+    request_options: type[RequestOptions]
+    num_speculative_tokens: int | None  # default; None = the user must say
+    lossless: bool
+    needs_checkpoint: bool
+    tree: bool  # may draft branches
+    best_for: str
+    cost: str
+
+
+ProposerT = TypeVar("ProposerT", bound="type[BaseProposer]")
+
+
+def proposer(
+    name: str,
+    *,
+    summary: str,
+    options: type[MethodOptions] = MethodOptions,
+    request_options: type[RequestOptions] = RequestOptions,
+    num_speculative_tokens: int | None = None,
+    lossless: bool = True,
+    needs_checkpoint: bool = False,
+    tree: bool = False,
+    best_for: str = "",
+    cost: str = "",
+) -> Callable[[ProposerT], ProposerT]:
+    """Class decorator that names a proposer and says what users need to know about it.
+
+    The class is found through :mod:`vllm_spec_ext.proposers.registry`; other packages list it
+    under the entry point group ``vllm_spec_ext.proposers`` with the same name.
+    """
+
+    def decorate(cls: ProposerT) -> ProposerT:
+        cls.info = ProposerInfo(
+            name=name,
+            summary=summary,
+            options=options,
+            request_options=request_options,
+            num_speculative_tokens=num_speculative_tokens,
+            lossless=lossless,
+            needs_checkpoint=needs_checkpoint,
+            tree=tree,
+            best_for=best_for,
+            cost=cost,
+        )
+        return cls
+
+    return decorate
