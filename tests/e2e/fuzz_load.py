@@ -63,6 +63,9 @@ ARGUMENTS = [
 ]
 BATCHED_TOKENS = 1024
 WHOLE_PROMPTS = 2048  # no prompt of the mixed load is prefilled in pieces
+# oneDNN keeps a compiled matrix product for each of the last 1024 shapes, hundreds of MiB before
+# they are full; with few of them, what grows is what leaks.
+ONEDNN_SHAPES = "64"
 RANK_CORES = "0|1"  # one core for each of two ranks
 
 
@@ -129,6 +132,7 @@ def serving(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     variables = {**vllm_metadata.environment(cache_folder() / "metadata"), **environment()}
+    variables["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = ONEDNN_SHAPES
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *ARGUMENTS]
     command += ["--max-num-batched-tokens", str(batched_tokens)]
