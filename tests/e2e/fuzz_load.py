@@ -2,6 +2,11 @@
 """Sends fuzzed requests to a real server, many at once, and says what is wrong with the answers.
 
 python tests/e2e/fuzz_load.py --requests 10000 --configuration input_copy
+python tests/e2e/fuzz_load.py --minutes 25 --tensor-parallel 2 --compare
+
+With ``--minutes`` a few clients send a mixed load instead, and what the server holds is sampled
+every minute; ``--compare`` sends the same to a second server, which has one rank, and compares
+the texts.
 """
 
 import argparse
@@ -19,7 +24,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,9 +54,19 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 ARGUMENTS = [
     *("--served-model-name", NAME, "--dtype", "float32", "--enforce-eager", "--seed", "0"),
     *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(AT_ONCE)),
-    *("--max-num-batched-tokens", "1024", "--block-size", "32"),
-    *("--num-gpu-blocks-override", "400"),  # so few that some requests are preempted
+    *(
+        "--block-size",
+        "32",
+        "--num-gpu-blocks-override",
+        "400",
+    ),  # so few that some requests are preempted
 ]
+BATCHED_TOKENS = 1024
+WHOLE_PROMPTS = 2048  # no prompt of the mixed load is prefilled in pieces
+# oneDNN keeps a compiled matrix product for each of the last 1024 shapes, hundreds of MiB before
+# they are full; with few of them, what grows is what leaks.
+ONEDNN_SHAPES = "64"
+RANK_CORES = "0|1"  # one core for each of two ranks
 
 
 @dataclass
@@ -104,14 +119,26 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, log: Path, speculative: dict[str, Any] | None) -> Iterator[Server]:
+def serving(
+    model: Path,
+    log: Path,
+    speculative: dict[str, Any] | None,
+    *,
+    ranks: int = 1,
+    batched_tokens: int = BATCHED_TOKENS,
+) -> Iterator[Server]:
     """A server of the tiny model in a session of its own; ``None`` is plain vLLM."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     variables = {**vllm_metadata.environment(cache_folder() / "metadata"), **environment()}
+    variables["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = ONEDNN_SHAPES
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *ARGUMENTS]
+    command += ["--max-num-batched-tokens", str(batched_tokens)]
+    if ranks > 1:
+        command += ["--tensor-parallel-size", str(ranks)]
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = RANK_CORES
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
     with log.open("w") as file:
@@ -159,7 +186,7 @@ async def _fuzz(server: Server, method: str, seed: int, count: int) -> Report:
         async def work() -> None:
             nonlocal done
             for request in requests:
-                await _send(session, server, request, texts, report)
+                await send(session, server, request, texts, report)
                 done += 1
                 if done % max(count // 10, 1) == 0:
                     report.memory_bytes.append(server.memory_bytes())
@@ -183,9 +210,21 @@ def _text_of(answer: dict[str, Any]) -> str:
     return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
-async def _send(
+async def send(
     session: Any, server: Server, request: FuzzRequest, texts: Sequence[str], report: Report
-) -> None:
+) -> str | None:
+    """Send a request and note what is wrong with its answer.
+
+    Args:
+        session: Of aiohttp.
+        server: Where to.
+        request: What to send.
+        texts: Of an idle server, for each of GOOD.
+        report: Takes the status and the failure.
+
+    Returns:
+        All texts of the answer, if it is one that must be ``same`` everywhere.
+    """
     import aiohttp
 
     try:
@@ -202,11 +241,11 @@ async def _send(
             report.fail(request, f"no answer in {LIMIT_S} s")
         else:
             report.statuses["left early"] += 1
-        return
+        return None
     except (aiohttp.ClientError, OSError) as error:
         report.statuses["broken"] += 1
         report.fail(request, f"the connection broke: {error!r}")
-        return
+        return None
     status, message = _outcome(status, body.decode(errors="replace"))
     report.statuses[str(status)] += 1
     wrong = _judge(request, status, message)
@@ -218,6 +257,10 @@ async def _send(
         wrong = f"the text is not that of an idle server: {body.decode()!r}"
     if wrong is not None:
         report.fail(request, wrong)
+    if not request.same or status != 200:
+        return None
+    choices = json.loads(body)["choices"]
+    return json.dumps([_text_of({"choices": [choice]}) for choice in choices])
 
 
 def _outcome(status: int, text: str) -> tuple[int, str]:
@@ -267,26 +310,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--configuration", choices=[*CONFIGURATIONS, "plain"], default="input_copy")
+    parser.add_argument("--minutes", type=float, help="a mixed load for so long")
+    parser.add_argument("--tensor-parallel", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--compare", action="store_true", help="with a second server of one rank")
     given = parser.parse_args(arguments)
+    if given.compare and given.minutes is None:
+        parser.error("--compare goes with --minutes")
     sys.path.append(str(Path(__file__).parents[1] / "engine"))
     from tiny_model import build_tiny_model
 
-    speculative = CONFIGURATIONS.get(given.configuration)
-    method = (speculative or CONFIGURATIONS["input_copy"])["method"]
     with tempfile.TemporaryDirectory(prefix="spec-ext-fuzz-") as folder:
         model = build_tiny_model(Path(folder) / "model")
-        with serving(model, Path(folder) / "log", speculative) as server:
-            if speculative is None:
-                print(f"not generated: {replay_vllms_own(server)}")
-            warm = fuzz(server, method, given.seed + 1, 300)
-            before = server.memory_bytes()
-            report = fuzz(server, method, given.seed, given.requests)
-            after, alive = server.memory_bytes(), server.is_alive()
+        if given.minutes is not None:
+            return _run_mixed_load(given, model, Path(folder))
+        return _run_requests(given, model, Path(folder))
+
+
+def _of(configuration: str) -> tuple[dict[str, Any] | None, str]:
+    """The options of an engine, and the method whose request options are sent."""
+    speculative = CONFIGURATIONS.get(configuration)
+    return speculative, (speculative or CONFIGURATIONS["input_copy"])["method"]
+
+
+def _run_requests(given: argparse.Namespace, model: Path, folder: Path) -> int:
+    speculative, method = _of(given.configuration)
+    with serving(model, folder / "log", speculative, ranks=given.tensor_parallel) as server:
+        if speculative is None:
+            print(f"not generated: {replay_vllms_own(server)}")
+        warm = fuzz(server, method, given.seed + 1, 300)
+        before = server.memory_bytes()
+        report = fuzz(server, method, given.seed, given.requests)
+        after, alive = server.memory_bytes(), server.is_alive()
     report.failures += [] if alive else ["the server is dead"]
     print(f"warm-up: {warm.text()}\n{report.text()}")
     print(f"memory before and after, MiB: {before >> 20} {after >> 20}")
     print(f"alive: {alive}")
     return 1 if report.failures or warm.failures else 0
+
+
+def _run_mixed_load(given: argparse.Namespace, model: Path, folder: Path) -> int:
+    from mixed_load import mixed_load
+
+    speculative, method = _of(given.configuration)
+    ranks = {f"{given.tensor_parallel} rank(s)": given.tensor_parallel}
+    if given.compare:
+        ranks["compared"] = 1
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(
+                serving(
+                    *(model, folder / f"{name}.log", speculative),
+                    ranks=count,
+                    batched_tokens=WHOLE_PROMPTS,
+                )
+            )
+            for name, count in ranks.items()
+        }
+        found = mixed_load(
+            servers, method, given.seed, given.minutes, lambda line: print(line, flush=True)
+        )
+        dead = [name for name, server in servers.items() if not server.is_alive()]
+    print(found.text())
+    print(f"dead: {dead}")
+    return 1 if found.failed or dead else 0
 
 
 if __name__ == "__main__":

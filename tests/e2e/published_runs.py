@@ -7,6 +7,7 @@ before its results are looked at.
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -93,11 +94,12 @@ def python_runs() -> dict[str, list[dict[str, str | None]]]:
 def server_runs() -> dict[str, subprocess.CompletedProcess[str]]:
     """Outputs of all curl commands and of the streaming example, against one real server.
 
-    The server is the README's own ``vllm serve`` line, its model replaced by the local copy.
+    The server is the README's own ``vllm serve`` line, its model replaced by the local copy and the
+    draft budget switched off: its clock may hold all drafts of so few requests back.
     """
     line = next(text for page, text in commands() if text.startswith("vllm serve"))
     results = {}
-    with served(line) as port:
+    with served(_always_drafting(line)) as port:
         for _, command in commands():
             if command.startswith("curl"):
                 here = command.replace("localhost:8000", f"localhost:{port}")
@@ -118,11 +120,16 @@ def server_runs() -> dict[str, subprocess.CompletedProcess[str]]:
     return results
 
 
+def _always_drafting(line: str) -> str:
+    words = shlex.split(line)
+    at = words.index("--speculative-config") + 1
+    words[at] = json.dumps({**json.loads(words[at]), "adaptive_length": False})
+    return shlex.join(words)
+
+
 @contextmanager
 def served(command: str) -> Iterator[int]:
     """Run a ``vllm serve`` line of the docs on the small model; gives its port."""
-    import shlex
-
     words = shlex.split(command.replace(MODEL, model_folder()))
     words[0] = shutil.which("vllm", path=str(Path(sys.executable).parent)) or "vllm"
     with socket.socket() as probe:

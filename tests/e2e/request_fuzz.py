@@ -32,6 +32,7 @@ class FuzzRequest:
     expect: Expectation
     names: tuple[str, ...] = ()  # a refusal must name one of these; none = it is vLLM's own
     good: int | None = None  # index in GOOD: the text must be that of an idle server
+    same: bool = False  # every server of this model must give the same text
     stream: bool = False
     leave_after_s: float | None = None  # the client hangs up
 
@@ -104,6 +105,19 @@ OWN_RIGHT: list[dict[str, Any]] = [
     {"temperature": 0, "skip_special_tokens": False},
     {"temperature": 0, "stop_token_ids": [5, 6, 7]},
 ]
+# Sampling of requests whose text is the same whatever is drafted; those that draw get a seed.
+SAME_SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "min_tokens": 4},
+    {"temperature": 0, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {"temperature": 0, "stop": ["a", "\n"]},
+    {"temperature": 1.0},
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_p": 0.9, "top_k": 20},
+    {"temperature": 0.5, "repetition_penalty": 1.3},
+    {"temperature": 0.7, "n": 2},
+]
+LONG_PROMPT = 200  # tokens; what is left of MAX_MODEL_LEN is for the answer
 STRUCTURES: list[dict[str, Any]] = [
     {"structured_outputs": {"choice": ["yes", "no", "漢字"]}},
     {"structured_outputs": {"regex": "[0-9]{1,4}(a|b)"}},
@@ -183,6 +197,47 @@ def generate(seed: int, count: int, model: str, fields: list[str]) -> Iterator[F
     weights = [15, 20, 25, 15, 15, 5, 5]
     for kind in rng.choices(kinds, weights, k=count):
         yield kind(rng, model, fields)
+
+
+def generate_mixed(seed: int, model: str, fields: list[str]) -> Iterator[FuzzRequest]:
+    """Requests without end: half of them right, with a text that no draft may change.
+
+    Args:
+        seed: Decides all of them.
+        model: Name that the server gave its model.
+        fields: Names of the method's request options; others are wrong.
+    """
+    rng = random.Random(seed)
+    kinds = [_same, _ours_right, _ours_wrong, _ours_odd, _own_odd, _structured, _raw]
+    weights = [50, 15, 8, 5, 8, 10, 4]
+    while True:
+        yield rng.choices(kinds, weights)[0](rng, model, fields)
+
+
+def _same(rng: random.Random, model: str, fields: list[str]) -> FuzzRequest:
+    """Greedy or seeded, with any options of ours; prompts of a few tokens to most of the room."""
+    route = rng.choice(["completions", "completions", "chat/completions"])
+    sampling = dict(rng.choice(SAME_SAMPLING))
+    if sampling["temperature"]:
+        sampling["seed"] = rng.randrange(2**31)
+    if route == "chat/completions":
+        text = " ".join(rng.choices(TEXTS, k=rng.randrange(1, 3)))
+        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+    elif rng.random() < 0.3:
+        prompt = {"prompt": rng.choice(TEXTS)[: rng.randrange(1, 20)]}
+    else:
+        piece = [rng.randrange(3, 400) for _ in range(rng.randrange(3, 60))]
+        prompt = {"prompt": (piece * LONG_PROMPT)[: rng.randrange(8, LONG_PROMPT)]}
+    draft = _Draft({"model": model, **prompt, **sampling, "max_tokens": rng.randrange(4, 49)})
+    if rng.random() < 0.15:
+        draft.body.update(rng.choice(STRUCTURES[:3]))
+    names = [name for name in fields if name != "scorer"]
+    chosen = rng.sample(names, rng.randrange(min(3, len(names) + 1)))
+    if len([name for name in chosen if name.startswith("source_")]) > 1:
+        chosen = []
+    _spell(rng, draft, {"scorer": "exact", **{name: rng.choice(RIGHT[name]) for name in chosen}})
+    draft.body["vllm_xargs"] = draft.xargs
+    return FuzzRequest(route, _dump(draft.body), "accepted", draft.names, same=True)
 
 
 def _good(rng: random.Random, model: str, fields: list[str]) -> FuzzRequest:

@@ -27,7 +27,7 @@ if __name__ == "__main__":
         max_model_len=512,
         enforce_eager=True,
         disable_log_stats=False,
-        speculative_config={"method": "repeat", "period": 3},
+        speculative_config={"method": "repeat", "period": 3, "adaptive_length": False},
     )
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     answer = llm.generate("one two three one two three one two three", params)[0].outputs[0]
