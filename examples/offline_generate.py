@@ -25,7 +25,7 @@ def main() -> None:
         disable_log_stats=False,  # keep the counters that are read below
         speculative_config={"method": "input_copy", "num_speculative_tokens": 32},
     )
-    prompt = f"Letter: {LETTER}\nCopy of the letter: Dear"
+    prompt = f"Copy this letter.\n\n{LETTER}\n\nCopy:\n\nDear"
     params = SamplingParams(temperature=0.0, max_tokens=48)
     answer = llm.generate(prompt, params)[0].outputs[0]
     print(answer.text)
