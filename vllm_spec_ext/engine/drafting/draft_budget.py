@@ -42,6 +42,8 @@ class Allowance:
     min_probability: float | None
     """Acceptance probability below which a token costs more than it saves; None = not known."""
     reason: str
+    measures: bool = False
+    """The step is to be a plain one so that its time is known."""
 
 
 UNLIMITED = Allowance(None, None, "adaptive_length is off")
@@ -148,16 +150,17 @@ class DraftBudget:
         total, num_requests = sum(rooms), len(rooms)
         found = self.costs.estimate(num_requests) if num_requests else None
         if found is None:
-            return Allowance(0, None, "measuring plain steps first")
+            return Allowance(0, None, "measuring plain steps first", measures=True)
         if self.costs.needs_plain(num_requests) and self._asked_plain < _MOST_ASKED:
             self._asked_plain += 1
-            return Allowance(0, None, f"measuring plain steps with {num_requests} requests")
+            reason = f"measuring plain steps with {num_requests} requests"
+            return Allowance(0, None, reason, measures=True)
         drafting = self._usual_drafting(num_requests, found.plain_s)
         probability = self._break_even(found, num_requests, drafting)
         interval = min(_SELDOM, max(_OFTEN, int(200 * self._gain)))
         if self._since_plain >= interval:
             self._since_plain = 0
-            return Allowance(0, probability, "a plain step, to compare with")
+            return Allowance(0, probability, "a plain step, to compare with", measures=True)
         if not total or _careful(found, total) + drafting <= self.balance:
             return Allowance(None, probability, f"the balance is {self.balance:.2f} plain steps")
         affordable = self._affordable(found, total, self.balance - drafting)

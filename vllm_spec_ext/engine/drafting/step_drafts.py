@@ -106,7 +106,9 @@ class StepDrafts:
             return requests, UNLIMITED
         rooms = [request.room for request in requests]
         allowance = self.budget.allow(rooms)
-        if allowance.max_tokens is None or not requests:
+        # The balance itself limits nothing yet: on a real engine its caution kept methods that
+        # gain from ever drafting. Proposers leave out what is below the break-even probability.
+        if allowance.max_tokens is None or not requests or not allowance.measures:
             return requests, allowance
         self._num_held_back += 1  # the remainder goes to another request each time
         given = shares(allowance.max_tokens, rooms, self._num_held_back % len(requests))
