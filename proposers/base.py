@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 
 from vllm_spec_ext.options import MethodOptions, RequestOptions
 from vllm_spec_ext.proposers.description import Needs, ProposerInfo, proposer
+from vllm_spec_ext.proposers.models import Branch, DraftModel, ModelSpec
 from vllm_spec_ext.proposers.records import (
     EMPTY_DRAFT,
     UNSALTED,
@@ -30,10 +31,13 @@ __all__ = [
     "EMPTY_DRAFT",
     "UNSALTED",
     "BaseProposer",
+    "Branch",
     "Draft",
+    "DraftModel",
     "Drawn",
     "EngineHandle",
     "IntArray",
+    "ModelSpec",
     "Needs",
     "Proposer",
     "ProposerInfo",
@@ -93,6 +97,11 @@ class BaseProposer(ABC):
         a user reads; a worker's error would end in "see root cause above". Import what it takes
         inside, and no numba: the front end may become a worker.
         """
+
+    @classmethod
+    def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:
+        """Draft models that the engine is to run beside the target; none."""
+        return ()
 
     def start(self, engine: EngineHandle) -> None:
         """Nothing to load."""

@@ -13,6 +13,8 @@ from vllm_spec_ext.options import RequestOptions
 if TYPE_CHECKING:
     import torch
 
+    from vllm_spec_ext.proposers.models import DraftModel
+
 IntArray = NDArray[np.int32]
 Drawn = Literal["iid", "without_replacement"]
 
@@ -37,6 +39,8 @@ class Draft:
     drawn: Drawn = "iid"
     """How siblings were drawn: independently, or one after the other without replacement."""
     path_probs: "NDArray[np.float32] | None" = None  # [n] the proposer's own estimate, for display
+    sources: "tuple[tuple[str, ...], ...] | None" = None
+    """[n] names of the models that drafted each node, for display; None = there is one source."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -67,6 +71,8 @@ class RequestStep:
     what is left to ``max_tokens`` and ``max_model_len``, whichever is smallest. May be 0."""
     options: RequestOptions = field(default_factory=RequestOptions)
     temperature: float = 0.0
+    top_k: int = 0  # most tokens that it samples from; 0 or less = all
+    top_p: float = 1.0  # least probability of these together
     seed: int | None = None  # of the request's sampling
     share_group: str | None = None
     """Who may see what this request said: what a proposer keeps of a request's tokens, it may use
@@ -89,6 +95,8 @@ class StepContext:
     min_probability: float | None = None
     """A draft token that is accepted with a smaller probability costs more time than it saves, as
     measured on this machine at this batch size; None while that is not known."""
+    plain_seconds: float | None = None
+    """A plain step at this batch size, as measured; None while that is not known."""
 
 
 @dataclass(frozen=True)
@@ -145,3 +153,5 @@ class EngineHandle:
     may_write_files: bool = True
     """False in all processes of a deployment but one: with data parallelism each replica has a
     proposer, and all have the same options. Files may be read everywhere."""
+    models: "Sequence[DraftModel]" = ()
+    """The draft models that the method asked for, in its order."""

@@ -14,6 +14,7 @@ CHARACTER = 7.3  # width of a character of the 12 px monospaced font, in px
 ROW, BOX, GAP, MARGIN = 26, 20, 34, 12  # px: line, box height, between columns, around
 TITLE = 26
 MAX_CHARACTERS = 18
+NUM_COLOURS = 4  # of sources
 
 _STYLE = """
   text { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #1f2328; }
@@ -25,6 +26,9 @@ _STYLE = """
   path.accepted { stroke-width: 2.4; }
   .bonus rect { fill: #fae17d; stroke: #9a6700; } path.bonus { stroke: #9a6700; }
   path.bonus { stroke-width: 2.4; stroke-dasharray: 4 3; }
+  line { stroke-width: 3; }
+  .source0 { stroke: #0969da; } .source1 { stroke: #bc4c00; }
+  .source2 { stroke: #8250df; } .source3 { stroke: #bf3989; }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3; } .note { fill: #9198a1; }
     rect { fill: #21262d; stroke: #6e7681; } path { stroke: #484f58; }
@@ -64,6 +68,7 @@ def draw_tree(
     root: str = "",
     bonus: str | None = None,
     probs: Sequence[float] = (),
+    sources: Sequence[Sequence[str]] = (),
 ) -> str:
     """An SVG document.
 
@@ -75,6 +80,8 @@ def draw_tree(
         root: Text of the last verified token.
         bonus: Text of the token that the target added behind the accepted path.
         probs: [n] path probabilities, shown above the boxes; empty = unknown.
+        sources: [n] names of those that drafted each node: a stripe in the box for each, with a
+            line that explains the colours; empty = one source.
 
     Raises:
         SpecExtError: As :func:`check_tree`.
@@ -99,8 +106,10 @@ def draw_tree(
         widest = max(widths[node] for node in range(len(texts)) if depths[node] == depth)
         lefts.append(lefts[-1] + widest + GAP)
     width = max(lefts[-1] - GAP, 7.4 * len(title)) + MARGIN
-    height = TITLE + MARGIN + ROW * (max(rows) + 1) + MARGIN
-    edges, boxes = [], []
+    names = sorted({name for own in sources for name in own})
+    width = max([width, *(2 * MARGIN + x for x in _legend_ends(names))])
+    height = TITLE + MARGIN + ROW * (max(rows) + 1 + bool(names)) + MARGIN
+    edges, boxes = [], _legend(names, height - MARGIN - BOX / 2)
     for node, text in enumerate(texts):
         x, y = lefts[depths[node]], TITLE + MARGIN + ROW * rows[node] + ROW / 2
         kind = f' class="{classes[node]}"' if classes[node] else ""
@@ -117,6 +126,8 @@ def draw_tree(
             f'height="{BOX}" rx="4"/><text x="{x + 6:.0f}" y="{y + 4:.0f}">{escape(text)}</text>'
             f"{note if notes[node] else ''}</g>"
         )
+        if sources and 0 < node <= len(sources):
+            boxes += _stripes([names.index(name) for name in sources[node - 1]], x, y)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
@@ -128,6 +139,33 @@ def draw_tree(
             "</svg>\n",
         ]
     )
+
+
+def _legend_ends(names: Sequence[str]) -> list[float]:
+    """Right end of each name in the line that explains the colours, from its start."""
+    ends: list[float] = []
+    for name in names:
+        ends.append((ends[-1] if ends else 0.0) + CHARACTER * len(name) + 30)
+    return ends
+
+
+def _legend(names: Sequence[str], y: float) -> list[str]:
+    """The line that explains the colours."""
+    starts = [MARGIN + x for x in (0.0, *_legend_ends(names))]
+    shown = []
+    for source, (x, name) in enumerate(zip(starts, names, strict=False)):
+        shown += _stripes([source], x, y)
+        shown.append(f'<text x="{x + 10:.0f}" y="{y + 4:.0f}">{escape(name)}</text>')
+    return shown
+
+
+def _stripes(sources: Sequence[int], x: float, y: float) -> list[str]:
+    """Stripes at the left edge of a box, one for each source."""
+    return [
+        f'<line class="source{source % NUM_COLOURS}" x1="{x + 2 + 3 * place:.0f}" '
+        f'x2="{x + 2 + 3 * place:.0f}" y1="{y - BOX / 2:.0f}" y2="{y + BOX / 2:.0f}"/>'
+        for place, source in enumerate(sources)
+    ]
 
 
 def tree_rows(parents: Sequence[int]) -> list[int]:

@@ -66,6 +66,27 @@ class NodePayoff:
         """Accepted nodes for each one that was promised, over all classes."""
         return (float(self._accepted.sum()) + _PRIOR) / (self._promised + _PRIOR)
 
+    def acceptance(self, path_probs: NDArray[np.float32]) -> NDArray[np.float64]:
+        """[n] probability that nodes are accepted of which so much is promised, as learned.
+
+        It never falls where the promise grows, so the order of one drafter's nodes stays.
+        """
+        usual = np.minimum(_MIDDLE * self.trust, 1.0)
+        rates = (self._accepted + _PRIOR * usual) / (self._tried + _PRIOR)
+        rates = np.minimum(np.maximum.accumulate(rates), 1.0)
+        return np.interp(
+            path_probs, np.concatenate(([0.0], _MIDDLE)), np.concatenate(([0.0], rates))
+        )
+
+    def fade(self, keep: float) -> None:
+        """Trust what was seen less.
+
+        Args:
+            keep: Share of the past that remains.
+        """
+        self._tried, self._accepted = self._tried * keep, self._accepted * keep
+        self._promised *= keep
+
     def confidence(self, min_probability: float) -> float:
         """Estimated path probability from which on nodes pay off; above 1 if none do.
 
@@ -84,6 +105,5 @@ class NodePayoff:
         best = int(np.argmax(from_class))
         if from_class[best] >= 0.0:
             return float(_LEAST[best])
-        self._tried, self._accepted = self._tried * _FADE, self._accepted * _FADE
-        self._promised *= _FADE
+        self.fade(_FADE)
         return _NONE

@@ -17,6 +17,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]
 
+TREES = "examples/token_tree_offline.py"
+
 ENGINE_WITH_REPEAT = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -42,7 +44,7 @@ if __name__ == "__main__":
 
 def test_every_example_is_run_and_short() -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
-    run_here = {*OFFLINE_EXAMPLES, "examples/serve_and_stream.py"}
+    run_here = {*OFFLINE_EXAMPLES, "examples/serve_and_stream.py", TREES}
     assert files == run_here | {"examples/custom_proposer/repeat_proposer.py"}
     assert all(len((ROOT / name).read_text().splitlines()) < 60 for name in files)
 
@@ -57,6 +59,22 @@ def test_offline_example(name: str) -> None:
 def test_generate_example_copies() -> None:
     (found,) = python_runs()["examples/offline_generate.py"]
     assert "24 oak chairs" in str(found["out"])
+
+
+def test_tree_example_accepts_what_the_model_drafts_for_itself() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / TREES), model_folder()],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.endswith("tokens were accepted")]
+    words = line.split()  # vLLM's log may come behind it
+    num_tokens, num_accepted, num_drafted = int(words[0]), int(words[2]), int(words[4])
+    assert 0.5 * num_tokens < num_accepted <= num_drafted
 
 
 def test_streaming_example() -> None:

@@ -70,6 +70,7 @@ def _test_drafters() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     for name in ("oracle", "noise", "fixed", "drawn", "script", "broken"):
         patch.setitem(registry.BUILTIN, name, f"drafters:{name.title()}")
+    patch.setitem(registry.BUILTIN, "model_paths", "model_drafters:ModelPaths")
     yield
     patch.undo()
 

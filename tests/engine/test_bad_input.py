@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong settings are refused with a clear message before any weight is loaded."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from generation import sampling_params
+from save_drafts import save_draft
+from tiny_model import build_tiny_model
 
 from vllm_spec_ext import compat
 from vllm_spec_ext.errors import (
@@ -15,6 +18,7 @@ from vllm_spec_ext.errors import (
     UnsupportedError,
 )
 from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import ModelSpec
 from vllm_spec_ext.proposers.blockwise.heads import HeadsConfig
 
 
@@ -148,12 +152,16 @@ def test_every_reason_is_given_at_once(tiny_model: Path) -> None:
         start(tiny_model, method(), worker_cls="my.Worker", async_scheduling=True)
 
 
-def _speculative_config(model: Path, **arguments: Any) -> Any:
+def _speculative_config(model: Path, speculative: Any = None, **parallel: Any) -> Any:
     """Only the wrapped step, for models that vLLM itself would refuse earlier or build slowly."""
     from vllm.engine.arg_utils import EngineArgs
 
-    args = EngineArgs(model=str(model), speculative_config=method(), max_model_len=128)
+    speculative = speculative or method()
+    args = EngineArgs(model=str(model), speculative_config=speculative, max_model_len=128)
     config = EngineArgs(model=str(model), max_model_len=128).create_engine_config()
+    config.parallel_config.worker_cls = "auto"  # as the user left it
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
     return args.create_speculative_config(config.model_config, config.parallel_config)
 
 
@@ -207,3 +215,129 @@ def test_wrong_requests_are_refused_and_the_engine_goes_on(
         assert params.extra_args == extra_args
     (out,) = engine.generate(prompt, sampling_params({"max_tokens": 3}), use_tqdm=False)
     assert len(out.outputs[0].token_ids) == 3
+
+
+def with_models(*folders: Path | str) -> dict[str, Any]:
+    return {"method": "model_paths", "models": [str(folder) for folder in folders]}
+
+
+def nothing(target: Path, folder: Path) -> None:
+    """No such folder."""
+
+
+def empty(target: Path, folder: Path) -> None:
+    folder.mkdir()
+
+
+def damaged(target: Path, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text("{")
+
+
+def without_weights(target: Path, folder: Path) -> None:
+    save_draft(target, folder)
+    (folder / "model.safetensors").unlink()
+
+
+def other_tokenizer(target: Path, folder: Path) -> None:
+    build_tiny_model(folder, thinks=True)
+
+
+def without_tokenizer(target: Path, folder: Path) -> None:
+    save_draft(target, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+
+
+def with_a_window(target: Path, folder: Path) -> None:
+    kind: dict[str, Any] = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    save_draft(target, folder, sliding_window=16, **kind)
+
+
+DRAFTS: list[tuple[Callable[[Path, Path], None], str]] = [
+    (nothing, "no such folder: .*/draft.*Hugging Face's layout"),
+    (empty, "no config.json in .*/draft"),
+    (damaged, "cannot be used: .*expected a model that vLLM can run"),
+    (without_weights, r"found no weights in .*expected \*\.safetensors"),
+    (other_tokenizer, "another tokenizer: [0-9]+ of [0-9]+ ids mean something else"),
+    (without_tokenizer, "found no tokenizer in .*copy the target's tokenizer files there"),
+    (with_a_window, "the draft has .*expected full attention"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), DRAFTS, ids=lambda part: getattr(part, "__name__", ""))
+def test_draft_models_that_cannot_work(
+    make: Callable[[Path, Path], None], words: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    make(tiny_model, tmp_path / "draft")
+    with pytest.raises(SpecExtError, match=f"draft model draft1(: | .*){words}"):
+        start(tiny_model, with_models(tiny_model, tmp_path / "draft"))
+
+
+def test_a_draft_model_that_generates_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    heads = save_heads_of_another_model(tmp_path / "heads")
+    with pytest.raises(SpecExtError, match=r"draft model draft0 .*(cannot be used|does not work)"):
+        start(tiny_model, with_models(heads["model"]))
+
+
+def test_heads_that_do_not_divide_by_the_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    draft = save_draft(
+        tiny_model,
+        tmp_path / "draft",
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        hidden_size=96,
+        intermediate_size=255,
+    )
+    words = "found 3 attention heads.*tensor_parallel_size=2.*intermediate size of 255"
+    with pytest.raises(UnsupportedError, match=words):
+        start(tiny_model, with_models(draft), tensor_parallel_size=2)
+
+
+def test_too_little_memory_for_two_models(tiny_model: Path) -> None:
+    """32 tokens of 3 layers, 2 heads of 32, keys and values in float32: 49,152 bytes a model."""
+    words = "too little KV cache for 2 draft.*kv_cache_memory_bytes=2000000.*takes 147456 bytes"
+    with pytest.raises(SpecExtError, match=words):
+        start(
+            tiny_model,
+            with_models(tiny_model, tiny_model),
+            kv_cache_memory_bytes=2_000_000,
+            block_size=32,
+            max_num_seqs=4,
+        )
+
+
+def test_too_little_memory_at_all(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "get_device_total_memory", lambda: 3_000_000)
+    with pytest.raises(SpecExtError, match=r"too little memory for 2 draft .*of weights"):
+        start(tiny_model, with_models(tiny_model, tiny_model), block_size=32)
+
+
+def test_kinds_of_targets_and_ranks_that_draft_models_cannot_join(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import ModelConfig
+
+    for name, words in (
+        ("use_mla", "the draft has latent attention"),
+        ("is_multimodal_model", "the draft is multi-modal"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelConfig, name, property(lambda self: self.runner_type == "draft"))
+            with pytest.raises(UnsupportedError, match=words):
+                _speculative_config(tiny_model, with_models(tiny_model))
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelConfig, "is_moe", property(lambda self: True))
+        with pytest.raises(UnsupportedError, match="data_parallel_size=2 with a mixture"):
+            _speculative_config(tiny_model, with_models(tiny_model), data_parallel_size=2)
+
+
+def test_two_draft_models_of_one_name(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from model_drafters import ModelPaths
+
+    twice = [ModelSpec("same", str(tiny_model))] * 2
+    monkeypatch.setattr(ModelPaths, "models", classmethod(lambda cls, options: twice))
+    with pytest.raises(SpecExtError, match=r"names .'same', 'same'., expected different ones"):
+        start(tiny_model, with_models(tiny_model))

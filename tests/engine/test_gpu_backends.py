@@ -15,7 +15,6 @@ from test_greedy_identity import runner_of
 from vllm_spec_ext.engine.trees.attention import (
     BACKENDS,
     TreeAttention,
-    copy_runs,
     expand_attention,
     unsupported_reason,
 )
@@ -147,16 +146,6 @@ def test_flash_attention_3_makes_no_schedule_for_a_tree(
     wrapped.plan = None
     assert group.build_metadata(common).scheduler_metadata is not None
     assert asked == [2]
-
-
-def test_copies_of_one_block_are_joined() -> None:
-    assert copy_runs([(5, 9), (5, 10), (5, 12), (6, 13), (7, 3)]) == [
-        (5, 9, 11),
-        (5, 12, 13),
-        (6, 13, 14),
-        (7, 3, 4),
-    ]
-    assert copy_runs([]) == []
 
 
 def stand_in(**changes: Any) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from generation import run, tokens
+from save_drafts import save_draft
+from save_eagle3 import save_eagle3
 from scenarios import SCENARIOS
 from test_blockwise_engine import save_random_heads
 
@@ -18,6 +20,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "tree": {"method": "adaptive_ngram", "num_speculative_tokens": 12, "min_confidence": 0.0},
     "heads": {"method": "blockwise", "num_speculative_tokens": 3},
     "drawn_heads": {"method": "blockwise", "num_speculative_tokens": 3, "draw": True},
+    "models": {"method": "model_paths", "num_speculative_tokens": 10, "shape": "fork"},
+    "heads_and_models": {"method": "model_paths", "num_speculative_tokens": 10, "shape": "fork"},
 }
 NAMES = ("mixed_lengths", "seeded", "few_tokens")
 
@@ -44,6 +48,12 @@ def found(
     if config["method"] == "blockwise":
         vocab = [40, 42, 44]  # those of the scenario "few_tokens"
         config["model"] = str(save_random_heads(folder / "heads", vocab, copy_match=4))
+    if config["method"] == "model_paths":
+        if request.param == "models":
+            other = save_draft(tiny_model, folder / "other", num_hidden_layers=1, seed=9)
+        else:
+            other = save_eagle3(tiny_model, folder / "other")
+        config["models"] = [other, str(tiny_model)]
     engine = {
         "model": str(tiny_model),
         "speculative_config": config,
@@ -60,6 +70,7 @@ def found(
     results = folder / "results.json"
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "parallel_run.py")],
+        env=os.environ | {"PYTHONPATH": paths_with_test_methods(folder)},
         input=json.dumps({"engine": engine, "results": str(results)}),
         capture_output=True,
         text=True,
@@ -68,6 +79,18 @@ def found(
     )
     assert results.is_file(), (done.stdout + done.stderr)[-8000:]
     return json.loads(results.read_text())
+
+
+def paths_with_test_methods(folder: Path) -> str:
+    """Every process of an engine finds the test drafters like a third party's methods."""
+    package = folder / "test_methods-0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: test-methods\nVersion: 0\n")
+    (package / "entry_points.txt").write_text(
+        "[vllm_spec_ext.proposers]\nmodel_paths = model_drafters:ModelPaths\n"
+    )
+    paths = [str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(path for path in paths if path)
 
 
 def test_same_tokens_as_one_rank(found: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -81,6 +104,12 @@ def test_one_rank_drafts(found: dict[str, Any]) -> None:
     assert leader > 50
     assert follower == 0
     assert found["accepted"] > 10  # untrained heads copy, and little more
+
+
+@pytest.mark.parametrize("found", ["models", "heads_and_models"], indirect=True)
+def test_both_ranks_keep_the_kv_of_models(found: dict[str, Any]) -> None:
+    """The target is its own draft: where nothing else chooses, what is verified is accepted."""
+    assert found["accepted"] > 150
 
 
 def test_ranks_draw_alike(found: dict[str, Any]) -> None:

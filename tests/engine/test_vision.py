@@ -14,7 +14,7 @@ from generation import ALWAYS_DRAFT, sampling_params, tokens
 from test_greedy_identity import runner_of
 from tiny_vision_model import IMAGE_SIZE, build_tiny_vision_model
 
-from vllm_spec_ext.engine import runner as runner_module
+from vllm_spec_ext.engine.starting import kv_setup
 from vllm_spec_ext.engine.trees.attention import unsupported_reason
 
 NGRAMS = {"method": "adaptive_ngram", "overlay": "both", "min_confidence": 0.0, **ALWAYS_DRAFT}
@@ -128,7 +128,7 @@ def test_trees_fall_back_to_their_first_path_where_positions_are_not_one_number(
             patch.setattr(runner, "uses_mrope", True)
             return unsupported_reason(runner)
 
-    monkeypatch.setattr(runner_module, "unsupported_reason", with_rotary_positions)
+    monkeypatch.setattr(kv_setup, "unsupported_reason", with_rotary_positions)
     logger = logging.getLogger("vllm.spec_ext")
     logger.addHandler(caplog.handler)
     try:

@@ -62,6 +62,21 @@ def test_an_empty_draft_shows_the_root_and_the_targets_token() -> None:
     assert len(list(drawing.iter(f"{SVG}rect"))) == 2
 
 
+def test_each_source_has_a_colour_that_is_explained() -> None:
+    sources = [["big", "small"], ["big"], ["small"]]
+    text = draw_tree(["a", "b", "c"], [-1, 0, -1], [], "t", sources=sources, bonus="d")
+    drawing = ElementTree.fromstring(text)
+    stripes = [(line.get("class"), line.get("y1")) for line in drawing.iter(f"{SVG}line")]
+    places = sorted({y for _, y in stripes}, key=lambda y: float(y or 0))
+    by_line = [{kind for kind, y in stripes if y == place} for place in places]
+    both = {"source0", "source1"}
+    # The root's line with "a" and "b", the line of "c", and the names at the foot.
+    assert by_line == [both, {"source1"}, both]
+    assert [t.text for t in drawing.findall(f"{SVG}text")] == ["t", "big", "small"]
+    one = draw_tree(["a"], [-1], [], "t")
+    assert not list(ElementTree.fromstring(one).iter(f"{SVG}line"))
+
+
 @pytest.mark.parametrize(
     ("parents", "accepted", "reason"),
     [([0], [], "expected -1"), ([-1, -1], [], "parents"), ([-1], [1], "no path")],

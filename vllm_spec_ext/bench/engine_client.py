@@ -160,6 +160,12 @@ class EngineClient:
         """Answer questions with every draft on record; see ``EngineServer.record``."""
         return self._ask("record", list(indices), concurrency)
 
+    def answers(
+        self, indices: Sequence[int], concurrency: int
+    ) -> list[tuple[list[int], list[int]]]:
+        """Prompts and answers; see ``EngineServer.answers``."""
+        return self._ask("answers", list(indices), concurrency)
+
     def pause(self) -> None:
         """Stop all processes of the engine; it then takes no CPU time at all."""
         self._signal(signal.SIGSTOP)

@@ -158,6 +158,18 @@ class EngineServer:
         """
         return self._recorded(indices, concurrency)[1]
 
+    def answers(
+        self, indices: Sequence[int], concurrency: int
+    ) -> list[tuple[list[int], list[int]]]:
+        """Token ids of the first prompt of each question and of what the engine answered."""
+        engine = self._started()
+        records, _ = self._answer(indices, concurrency, on_answer=self._report)
+        prompts = [engine.encode(self.questions[record.index].opening) for record in records]
+        return [
+            (prompt, list(record.turns[0].token_ids))
+            for prompt, record in zip(prompts, records, strict=True)
+        ]
+
     def close(self) -> None:
         """End the engine, if there is one."""
         if self.engine is not None:

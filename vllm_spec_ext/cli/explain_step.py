@@ -5,7 +5,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +44,8 @@ class DraftStep:
     accepted: list[int]  # nodes, in order
     new_tokens: list[int]  # accepted tokens and the target's own
     context: list[int]  # the last tokens before the step
+    sources: list[list[str]] = field(default_factory=list)
+    """[n] models that drafted each node; empty = one source"""
 
     @property
     def num_segments(self) -> int:
@@ -114,7 +116,8 @@ def verified_by(draft: Draft, recorded: Sequence[int], context: Sequence[int]) -
     accepted = list(agreeing_path(tokens, parents, recorded))
     probs = [] if draft.path_probs is None else draft.path_probs.tolist()
     new = list(recorded[: len(accepted) + 1])
-    return DraftStep(tokens, parents, probs, accepted, new, list(context))
+    sources = [list(names) for names in draft.sources or ()]
+    return DraftStep(tokens, parents, probs, accepted, new, list(context), sources)
 
 
 def from_engine(trace: dict[str, Any]) -> list[DraftStep]:
@@ -126,7 +129,7 @@ def from_engine(trace: dict[str, Any]) -> list[DraftStep]:
         known += row["new_tokens"]
         if len(known) == len(trace["prompt"]) + len(row["new_tokens"]) and not row["tokens"]:
             continue  # the prefill
-        fields = ("tokens", "parents", "path_probs", "accepted", "new_tokens")
+        fields = ("tokens", "parents", "path_probs", "sources", "accepted", "new_tokens")
         steps.append(DraftStep(**{name: row[name] for name in fields}, context=context))
     return steps
 
@@ -141,6 +144,8 @@ def rich_tree(step: DraftStep, texts: Sequence[str], root: str, bonus: str) -> T
         label = Text(visible(text), style="bold green" if stands else "")
         if step.path_probs:
             label.append(f"  {step.path_probs[node]:.3f}", style="dim")
+        if step.sources:
+            label.append(f"  {' + '.join(step.sources[node])}", style="cyan")
         if stands:
             label.append("  accepted", style="green")
         branches.append(branches[step.parents[node] + 1].add(label))
@@ -301,6 +306,7 @@ def show(
                 root=root,
                 bonus=bonus,
                 probs=step.path_probs,
+                sources=step.sources,
             ),
             encoding="utf-8",
         )

@@ -60,7 +60,9 @@ COMMANDS = {
     "demo": _LazyCommand(f"{_CLI}.demo:demo", "Watch speculation at work on a small model."),
     "bench": _LazyCommand(f"{_CLI}.bench:bench", "Measure methods against plain decoding."),
     "report": _LazyCommand(f"{_CLI}.report:report", "Pages and figures from benchmark results."),
-    "plan": _LazyCommand(f"{_CLI}.plan:plan", "What draft tokens cost here, and what they gain."),
+    "plan": _LazyCommand(
+        f"{_CLI}.plan:plan_app", "What draft tokens cost here, and what they gain."
+    ),
     "corpus": _LazyCommand(f"{_CLI}.corpus:corpus_app", "Build and inspect n-gram corpora."),
     "simulate": _LazyCommand(f"{_CLI}.simulate:simulate", "Replay text through a proposer."),
     "train": _LazyCommand(f"{_CLI}.train:train_app", "Train what trained proposers need."),

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from vllm_spec_ext.bench import datasets, figures
+from vllm_spec_ext.bench.draft_plan import PAIRS, Pair
 from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed, root_cause
 from vllm_spec_ext.bench.methods import Method, parse_method
 from vllm_spec_ext.bench.planner import Recording, StepTimes, expected_speed_up, read_recording
@@ -45,10 +46,14 @@ from vllm_spec_ext.cli.bench import (
     demo_model,
     report_console,
 )
+from vllm_spec_ext.cli.many_values import ManyValues
+from vllm_spec_ext.cli.plan_drafts import measure_drafts, split_names
+from vllm_spec_ext.cli.plan_drafts import show as show_drafts
 from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 
+plan_app = typer.Typer(add_completion=False)
 _SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
 _DEFAULTS = {"limit": 12, "max_tokens": 96, "batch_size": [1, 8]}
 
@@ -62,6 +67,7 @@ class Recorded:
     context: float  # mean tokens before a step
 
 
+@plan_app.command("plan", cls=ManyValues)
 def plan(
     *,
     model: ModelOption = None,
@@ -83,6 +89,20 @@ def plan(
     ] = None,
     dtype: DtypeOption = None,
     engine_arg: EngineArgOption = None,
+    drafts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Draft models to rank instead of methods, folders or names; A+B drafts with both."
+        ),
+    ] = None,
+    chain: Annotated[int, typer.Option(min=1, max=64, help="Longest chain of a draft model.")] = 8,
+    pair: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=RATIO: with --drafts, predict for a draft whose pass takes this part of a "
+            "target's step. [default: bounds for 7B with 68M, 70B with 1B]"
+        ),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this SVG file.")] = None,
 ) -> None:
@@ -92,9 +112,16 @@ def plan(
     steps are timed with so many tokens to verify. Gains are of decoding; prefill is the same. Other
     defaults than `bench`: the small demo model, 12 prompts, 96 tokens, batch sizes 1,8.
 
+    With --drafts it ranks draft models by expected speed: the target's answers are recorded, each
+    draft's guesses are compared with them, and passes of target and drafts are timed.
+
     Exit status: 0 if all went well, 1 if an engine failed, 2 for bad input.
     """
-    methods = [parse_method(text) for text in method or ["input_copy"]]
+    if drafts and (method or plot):
+        raise SpecExtError("--drafts ranks draft models; drop --method and --plot")
+    names = split_names(drafts or [])
+    pairs = tuple(Pair.parse(text) for text in pair) if pair else PAIRS
+    methods = [] if drafts else [parse_method(text) for text in method or ["input_copy"]]
     for wanted in methods:
         if not wanted.ours:
             raise SpecExtError(
@@ -123,6 +150,22 @@ def plan(
     errors = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="vllm-spec-plan-") as logs:
         try:
+            if drafts:
+                planned = measure_drafts(
+                    settings,
+                    questions,
+                    names,
+                    longest=chain,
+                    pairs=pairs,
+                    context=context,
+                    folder=Path(logs),
+                    measure_times=measure_times,
+                    report=lambda line: errors.print(line, markup=False, highlight=False),
+                )
+                show_drafts(planned, report_console())
+                if json_file is not None:
+                    json_file.write_text(json.dumps(planned.as_dict(), indent=1), encoding="utf-8")
+                return
             found = []
             for wanted in methods:
                 errors.print(f"recording {wanted.name} ...", markup=False, highlight=False)

@@ -97,7 +97,9 @@ def parse_grid(settings: Sequence[str]) -> list[dict[str, Any]]:
             raise SpecExtError(f"--set: found {setting!r}, expected key=value or key=v1,v2")
         if key in axes:
             raise SpecExtError(f"--set: {key} is given twice; write {key}=v1,v2")
-        axes[key] = [_value(value) for value in values.split(",")]
+        whole = _value(values)  # a list or an object is one value, commas and all
+        one = isinstance(whole, list | dict)
+        axes[key] = [whole] if one else [_value(value) for value in values.split(",")]
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 

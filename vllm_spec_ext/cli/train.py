@@ -2,13 +2,13 @@
 """``vllm-spec train METHOD``: every flag comes from the method's settings schema."""
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
-from typer.core import TyperCommand
 
+from vllm_spec_ext.cli.many_values import ManyValues
 from vllm_spec_ext.options import Options
 from vllm_spec_ext.training.flags import field_help, field_kind, field_metavar, flag_name, settings
 from vllm_spec_ext.training.registry import TRAINERS, Trainer
@@ -16,28 +16,6 @@ from vllm_spec_ext.training.registry import TRAINERS, Trainer
 train_app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Train heads and draft models."
 )
-
-
-def repeat_flags(words: Sequence[str], flags: Collection[str]) -> list[str]:
-    """``--prompts a b`` as ``--prompts a --prompts b``: click gives a flag one value only."""
-    repeated: list[str] = []
-    flag, num_values = "", 0
-    for word in words:
-        if word.startswith("-"):
-            flag, num_values = word if word in flags else "", 0
-        elif flag:
-            repeated += [flag] * (num_values > 0)
-            num_values += 1
-        repeated.append(word)
-    return repeated
-
-
-class _ManyValues(TyperCommand):
-    """Accepts several values after a flag, as the flags of ``python -m`` do."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        lists = [flag for option in self.params if option.multiple for flag in option.opts]
-        return super().parse_args(ctx, repeat_flags(args, lists))
 
 
 def schema_command(
@@ -98,7 +76,7 @@ def add_method(app: typer.Typer, name: str, trainer: Trainer) -> None:
         lambda config: trainer.load_run()(config, typer.echo),
         trainer.summary,
     )
-    app.command(name, cls=_ManyValues)(command)
+    app.command(name, cls=ManyValues)(command)
 
 
 for _name, _trainer in TRAINERS.items():

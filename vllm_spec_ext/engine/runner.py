@@ -7,7 +7,6 @@ they do is elsewhere: :mod:`.step` is the step, :mod:`.requests.state` a request
 :mod:`.verifying.verifier` verifies, :mod:`.drafting.step_drafts` drafts, :mod:`.trees` lays out.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,12 @@ import torch
 
 from vllm_spec_ext.engine.drafting.drafter import Drafter
 from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
+from vllm_spec_ext.engine.models.target_states import default_layers
 from vllm_spec_ext.engine.requests.state import RequestState, RequestStates
+from vllm_spec_ext.engine.starting.kv_setup import use_scratch
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.step import Step
-from vllm_spec_ext.engine.trees.attention import TreeAttention, unsupported_reason, with_scratch
+from vllm_spec_ext.engine.trees.attention import TreeAttention, with_scratch
 from vllm_spec_ext.engine.trees.cuda_graphs import no_full_graph
 from vllm_spec_ext.engine.verifying.verifier import Verifier
 from vllm_spec_ext.engine.watching.step_log import StepLog
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.utils import CpuGpuBuffer
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
-
-logger = logging.getLogger("vllm.spec_ext")
 
 
 class SpecRunnerMixin:
@@ -57,6 +56,10 @@ class SpecRunnerMixin:
     query_start_loc: "CpuGpuBuffer"
     discard_request_mask: "CpuGpuBuffer"
     get_kv_cache_spec: Callable[[], dict[str, "KVCacheSpec"]]
+    get_model: Callable[[], torch.nn.Module]
+    use_aux_hidden_state_outputs: bool
+
+    kv_by_layer: dict[str, torch.Tensor]  # our own: caches by the scheduler's blocks
 
     def init_spec_ext(self) -> None:
         """State of our own; called once, right after the runner was specialised."""
@@ -66,6 +69,13 @@ class SpecRunnerMixin:
         self.verifier = Verifier(self)
         self.step_drafts = StepDrafts(self)
         self.step_log: StepLog | None = None
+        # vLLM asks its target for hidden states of its layers if this is set.
+        if self.drafter.models.reads_layers:
+            self.use_aux_hidden_state_outputs = True
+
+    def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
+        """Layers of the target whose hidden states the draft models read."""
+        return self.drafter.models.state_layers(default_layers(self.get_model()))
 
     def state_of(self, request_id: str) -> RequestState:
         """What we keep of a request."""
@@ -74,20 +84,20 @@ class SpecRunnerMixin:
     def initialize_kv_cache(
         self, kv_cache_config: "KVCacheConfig", *args: Any, **kwargs: Any
     ) -> None:
-        """Add the scratch blocks of draft trees behind the request blocks."""
-        num_scratch = self.drafter.num_scratch_blocks
+        """Add the scratch blocks of draft trees and models behind the request blocks."""
         is_profiling = bool(args and args[0]) or kwargs.get("is_profiling", False)
-        if not num_scratch or is_profiling:
-            super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-            return
+        num_scratch = 0 if is_profiling else self.drafter.num_scratch_blocks
         first = kv_cache_config.num_blocks
-        enlarged = with_scratch(kv_cache_config, num_scratch)
-        super().initialize_kv_cache(enlarged, *args, **kwargs)  # type: ignore[misc]
-        reason = unsupported_reason(self)
-        if reason is not None:
-            logger.warning("vllm-spec-ext: only the first path of each draft is used: %s", reason)
-            return
-        self.tree_attention = TreeAttention(self, range(first, first + num_scratch))
+        kv_cache_config = with_scratch(kv_cache_config, num_scratch)
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        if num_scratch:
+            self.tree_attention = use_scratch(self, range(first, first + num_scratch))
+
+    def initialize_kv_cache_tensors(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Keep which cache is whose."""
+        allocate = super().initialize_kv_cache_tensors  # type: ignore[misc]
+        self.kv_by_layer = allocate(*args, **kwargs)
+        return self.kv_by_layer
 
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Callable[[], None] | None:
         """Requests come and go; free the proposer's state of those that went.
@@ -107,6 +117,7 @@ class SpecRunnerMixin:
             self.verifier.budgets.forget(gone)
             if self.step_log is not None:
                 self.step_log.forget(sorted(gone))
+        self.drafter.blocks_change(scheduler_output, sorted(gone))
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 
     def _prepare_inputs(
@@ -179,8 +190,11 @@ class SpecRunnerMixin:
 
         Args:
             sampled_token_ids: New tokens of each request; empty for rows of an unfinished prefill.
+            hidden_states: [num_rows, hidden] of the target's final layer.
             sample_hidden_states: [num_sampled_rows, hidden] of the target's final layer.
+            aux_hidden_states: [num_rows, hidden] of each layer that EAGLE-3 heads read.
         """
+        self.drafter.models.see(hidden_states, aux_hidden_states)
         limit = scheduler_output.num_spec_tokens_to_schedule
         drafts, probs = self.drafter.ranks.lead(
             lambda: self.step_drafts.decide(

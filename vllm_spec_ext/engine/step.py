@@ -22,6 +22,7 @@ class Step:
 
     request_ids: Sequence[str] = ()  # in batch order
     drafts: Sequence[list[int]] = ()  # scheduled draft tokens of each request
+    num_scheduled: Sequence[int] = ()  # tokens of each request in the step
     started: float | None = None  # seconds of the clock; None: prefill says nothing of decoding
     walk: Walk | None = None  # of our own verification; None = vLLM's, of chains
     held_generators: dict[int, torch.Generator] = field(default_factory=dict)
@@ -35,7 +36,8 @@ class Step:
         drafts = [scheduled.get(request_id, []) for request_id in request_ids]
         decoded = sum(len(draft) + 1 for draft in drafts)
         only_decodes = decoded == scheduler_output.total_num_scheduled_tokens
-        return cls(tuple(request_ids), drafts, started if only_decodes else None)
+        num_scheduled = [scheduler_output.num_scheduled_tokens[name] for name in request_ids]
+        return cls(tuple(request_ids), drafts, num_scheduled, started if only_decodes else None)
 
     def hold_back(
         self, generators: dict[int, torch.Generator], discarded: NDArray[np.bool_]

@@ -39,7 +39,7 @@ class Batch:
     rows: Tensor  # [n] int64 which sequence a position is in
     columns: Tensor  # [n] int64 position t of the hidden state in it
     next_tokens: Tensor  # [n] int64 x_{t+1}, the target's own next token
-    targets: Tensor  # [n, num_ahead] int64 x_{t+2} ..., IGNORED past the end
+    targets: Tensor  # [n, num_ahead] int64 x_{t+2} ..., IGNORED past the end; may be empty
     inputs: tuple[Tensor, ...] = ()  # each [n, ...] int64, what PositionInputs gave
 
 
@@ -97,7 +97,7 @@ class BatchPlan:
 
     data: TokenData
     sequences: NDArray[np.int64]
-    num_ahead: int  # tokens after the next one that are targets at each position
+    num_ahead: int  # tokens after the next one that are targets at each position; 0 = next only
     batch_size: int
     max_length: int
     positions_per_sequence: int  # 0 = all
@@ -114,7 +114,7 @@ class BatchPlan:
     def mean_positions(self) -> float:
         """Positions of an average batch."""
         data, chosen = self.data, self.sequences
-        ends = used_lengths(data, self.max_length)[chosen] - 2
+        ends = used_lengths(data, self.max_length)[chosen] - _tokens_behind(self.num_ahead)
         counts = ends if self.prompt_text else ends - data.prompt_lengths[chosen] + 1
         if self.positions_per_sequence:
             counts = np.minimum(counts, self.positions_per_sequence)
@@ -152,6 +152,11 @@ def _epoch(plan: BatchPlan, epoch: int) -> list[NDArray[np.int64]]:
     return [batches[i] for i in random.permutation(len(batches))]
 
 
+def _tokens_behind(num_ahead: int) -> int:
+    """Tokens that a text must have behind a position for it to count."""
+    return 2 if num_ahead else 1
+
+
 def make_batch(
     data: TokenData,
     chosen: NDArray[np.int64],
@@ -166,12 +171,12 @@ def make_batch(
     """Pad sequences and pick positions in them.
 
     A position t counts from the prompt's last token (whose hidden state gives the first generated
-    token) to the last one with a token to be drafted, x_{t+2}.
+    token) to the last one with a token to be drafted: x_{t+2}, or x_{t+1} if ``num_ahead`` is 0.
 
     Args:
         data: All sequences.
         chosen: [batch] sequence numbers.
-        num_ahead: Targets at each position: x_{t+2}, x_{t+3}, ...
+        num_ahead: Targets at each position: x_{t+2}, x_{t+3}, ...; 0 = only ``next_tokens``.
         max_length: Tokens used of each sequence.
         positions_per_sequence: Random positions per sequence; 0 = all, in order.
         random: Source of the positions; unused for all.
@@ -188,7 +193,7 @@ def make_batch(
         ids[row, : len(text)] = text
         mask[row, : len(text)] = 1
         first = 0 if prompt_text else data.prompt_lengths[number] - 1
-        valid = np.arange(first, len(text) - 2)
+        valid = np.arange(first, len(text) - _tokens_behind(num_ahead))
         if positions_per_sequence and random is not None and len(valid) > positions_per_sequence:
             valid = np.sort(random.choice(valid, positions_per_sequence, replace=False))
         columns.append(valid)

@@ -33,6 +33,11 @@ TRAINERS = {
         f"{_HERE}.blockwise.trainer:train_blockwise",
         "Train heads for blockwise parallel decoding, from prompts to a folder to serve.",
     ),
+    "draft": Trainer(
+        f"{_HERE}.draft.schema:DraftTraining",
+        f"{_HERE}.draft.trainer:train_draft",
+        "Cut a small draft model from a target and distil it on the target's answers.",
+    ),
 }
 """Method -> its trainer. A further method is a folder beside ``blockwise/`` and an entry here."""
 

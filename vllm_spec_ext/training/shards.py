@@ -126,7 +126,7 @@ def read_data(folder: Path) -> TokenData:
     if not manifest_path.is_file():
         raise SpecExtError(
             f"no {MANIFEST_NAME} in {folder}; expected token shards made by "
-            "'vllm-spec train blockwise --stage data --prompts ...'"
+            "'vllm-spec train METHOD --stage data --prompts ...'"
         )
     manifest = read_json(manifest_path)
     num_shards = manifest.get("num_shards", 0)

@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's command line, without engines."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from vllm_spec_ext.bench.draft_plan import DraftModelFacts
+from vllm_spec_ext.bench.engine_client import EngineFailed
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.planner import RecordedStep, Recording, StepTimes
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.bench.step_probe import SHAPES, Shape, parents_of
 from vllm_spec_ext.cli import plan as plan_module
+from vllm_spec_ext.cli import plan_drafts
 from vllm_spec_ext.cli.main import main
 from vllm_spec_ext.cli.plan import Recorded
+from vllm_spec_ext.errors import SpecExtError
 
 TIMES = StepTimes({1: {0: 0.1, 8: 0.12}, 8: {0: 0.1, 8: 1.0}})
 FULL = Recording((tuple(RecordedStep(i, 8, 6 * (i % 2)) for i in range(4)),), 5e-5)
@@ -85,3 +91,77 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
         main(["plan", "--model", "m", *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def draft_facts(name: str, right: list[bool], forward_s: float) -> DraftModelFacts:
+    return DraftModelFacts(name, 2, 1_500_000, (np.array(right),), {1: forward_s, 8: forward_s})
+
+
+def test_ranks_draft_models(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = {
+        "deep/": draft_facts("deep/", [True, True, True, False], 0.09),
+        "flat/": draft_facts("flat/", [True, False, True, False], 0.01),
+    }
+    asked: list[Any] = []
+
+    def times(settings: BenchSettings, nodes: Any, context: int, shape: str, _: Path) -> Any:
+        asked.append((settings.model, list(nodes), context, shape))
+        step = found[settings.model].forward_s[1] if settings.model in found else 0.1
+        return StepTimes({size: dict.fromkeys(nodes, step) for size in settings.batch_size})
+
+    def acceptance(draft: str, answers: Path, dtype: str, path: Path) -> DraftModelFacts:
+        recorded = json.loads(answers.read_text())
+        assert recorded == {"target": "m", "answers": [[[1, 2], [3, 4, 5, 6]]]}
+        return dataclasses.replace(found[draft], forward_s={})
+
+    monkeypatch.setattr(plan_module, "measure_times", times)
+    monkeypatch.setattr(plan_drafts, "measure_acceptance", acceptance)
+    monkeypatch.setattr(plan_drafts, "record_answers", lambda *_: [([1, 2], [3, 4, 5, 6])])
+    data = tmp_path / "plan.json"
+    words = ["--drafts", "deep/", "flat/", "deep/+flat/", "--chain", "3", "--json", str(data)]
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--model", "m", "--pair", "big=0.5", *words])
+    assert stop.value.code == 0
+    assert asked == [
+        ("m", [0, 1, 2, 4, 6], 4, "chain"),
+        ("deep/", [0], 4, "chain"),
+        ("flat/", [0], 4, "chain"),
+    ]
+    printed = capsys.readouterr().out
+    assert "| deep/ | 2 | 1.5M | 0.750 | 4.00 | 90.0 | 90.0 |" in printed
+    assert "| deep/+flat/ | 4 | 3.0M | 0.750 | 4.00 | 100.0 | 100.0 |" in printed
+    # 4 tokens in 2 steps of 1 + 0.1, or in one of 1 + 3 * 0.9.
+    assert "| 1 | flat/ | 1 | 2.00 | 1.82x |" in printed
+    assert "| 2 | deep/ | 3 | 4.00 | 1.08x |" in printed
+    assert "| deep/ | 1.60x (3) |" in printed
+    whole = json.loads(data.read_text(encoding="utf-8"))
+    assert whole["ranking"]["8"][0]["draft"] == "flat/"
+    assert whole["drafts"][0]["acceptance_per_position"] == [1.0, 1.0, 0.5]
+    assert whole["pairs"][0]["ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--drafts", "a", "--method", "input_copy"], "drop --method"),
+        (["--drafts", "a", "a"], "given twice"),
+        (["--drafts", "a+"], "several with"),
+        (["--drafts", "a", "--pair", "x"], "expected NAME=RATIO"),
+    ],
+)
+def test_bad_drafts(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--model", "m", *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_draft_that_cannot_be_measured(tmp_path: Path) -> None:
+    """Its process says what is wrong with it: bad input, not a failed engine."""
+    answers = tmp_path / "answers.json"
+    answers.write_text(json.dumps({"target": str(tmp_path), "answers": [[[1], [2]]]}))
+    with pytest.raises(SpecExtError, match="cannot load the tokenizer") as error:
+        plan_drafts.measure_acceptance(str(tmp_path), answers, "float32", tmp_path / "out.json")
+    assert not isinstance(error.value, EngineFailed)

@@ -75,6 +75,24 @@ def test_the_terminal_tree_names_every_node() -> None:
     assert len(lines) == 6
 
 
+def test_nodes_of_merged_trees_name_their_models() -> None:
+    sources = (("big", "small"), ("big",), ("small",), ("small",))
+    draft = Draft(TREE.tokens, TREE.parents, sources=sources)
+    log = StepLog()
+    log.drafted("a", [5, 6, 7], [-1, 0, -1], draft)
+    log.verified("a", [5, 6, 7], [2], [7, 1])
+    log.verified("a", [], [], [2])
+    logged = from_engine({"prompt": [3], "steps": list(log.steps)})
+    assert [step.sources for step in logged] == [[["big", "small"], ["big"], ["small"]], []]
+    step = verified_by(draft, [7, 1], [3])
+    console = Console(width=80, no_color=True)
+    with console.capture() as captured:
+        console.print(rich_tree(step, ["a", "b", "c", "d"], "root", "x"))
+    lines = captured.get().splitlines()
+    assert [line for line in lines if "big + small" in line and "a" in line]
+    assert sum("small" in line for line in lines) == 3
+
+
 def test_contradicting_options_are_refused() -> None:
     with pytest.raises(SpecExtError, match="not both"):
         explain_step(step=1, best=True)

@@ -21,6 +21,8 @@ class Machine:
     """Any drafts in a step."""
     drafting: float = 0.005
     """Drafting of a step."""
+    idle: float = 0.005
+    """The same of a step that drafts nothing, and part of any other's."""
     noise: float = 0.15
     outliers: float = 0.005
     """Share of steps that take ten times as long."""
@@ -103,7 +105,7 @@ def simulate(
             drafts = rooms if allowed is None else shares(allowed, rooms, step % num_requests)
         else:
             drafts = rooms
-        drafting = machine.drafting * plain * any(drafts)
+        drafting = (machine.idle + machine.drafting * any(drafts)) * plain
         if budget is not None:
             pause = 10 if rng.random() < machine.outliers else 1
             taken = 0.03 * speed * drafting * (1 + machine.noise * rng.uniform(-1, 1)) * pause

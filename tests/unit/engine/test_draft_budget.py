@@ -70,7 +70,9 @@ def test_a_good_drafter_keeps_its_gain(machine: str, batch: str) -> None:
                 unlimited += run.ratio(0, 500) - 1
             else:
                 gains += run.ratio(0, 500) - 1
-    assert gains >= 0.95 * unlimited
+    # Eight full drafts at once may cost more, if all are rejected, than the balance can cover.
+    is_dear = batch == "eight" and machine in ("slow drafter", "overhead")
+    assert gains >= (0.85 if is_dear else 0.95) * unlimited
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -191,11 +193,38 @@ def test_larger_batches_make_tokens_dearer() -> None:
     assert large > 2 * small
 
 
-def test_no_break_even_is_stated_before_drafts_were_measured() -> None:
+def test_a_cautious_break_even_is_stated_before_drafts_were_measured() -> None:
     budget = DraftBudget()
-    for _ in range(100):
+    assert budget.allow([8]).min_probability is None
+    for _ in range(10):
         budget.verified(1, 0, 1, 0.03)
-        assert budget.allow([8]).min_probability is None
+        probability = budget.allow([8]).min_probability
+    assert probability == pytest.approx(0.05, rel=0.2)
+
+
+def test_a_machine_that_changes_its_speed_changes_no_balance() -> None:
+    budget = DraftBudget()
+    for step in range(200):
+        budget.verified(1, 0, 1, 0.03 if step < 100 else 0.12)
+        if step == 99:
+            before = budget.balance
+    assert budget.balance >= before
+
+
+def test_without_gain_many_small_tries_are_made() -> None:
+    budget = DraftBudget()
+    tried = []
+    for _ in range(50):
+        drafted = 0
+        allowed = budget.allow([16]).max_tokens
+        if allowed != 0:
+            drafted = 16 if allowed is None else allowed
+            tried.append(drafted)
+        budget.drafted({"method": 0.0003})
+        budget.verified(1, drafted, 1, 0.03 * (1 + 0.06 * drafted))
+    assert max(tried) <= 3
+    assert len(tried) >= 4
+    assert not tried[-1] > tried[0]
 
 
 def test_shares_are_equal_and_no_room_is_lost() -> None:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm_spec_ext.engine.drafting.drafter import Drafter
 from vllm_spec_ext.engine.watching.metrics import _Collector
+from vllm_spec_ext.engine.watching.model_counters import ModelCounterWriter
 from vllm_spec_ext.engine.watching.shared_counters import BUCKETS_US, CounterReadings, CounterWriter
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
@@ -71,6 +72,26 @@ def test_what_prometheus_reads(tmp_path: Path) -> None:
     assert f"spec_ext:emitted_tokens_total{labels} 7.0" in text
     assert 'spec_ext:drafter_microseconds_bucket{le="20.0",method="input_copy"' in text
     assert f"spec_ext:drafter_microseconds_sum{labels} 15.0" in text
+
+
+def test_draft_models_are_shown_by_name(tmp_path: Path) -> None:
+    for replica, rows in ((0, 30), (1, 12)):
+        for index in (0, 1):
+            writer = ModelCounterWriter(str(tmp_path), replica, index)
+            writer.show(forwards=index, rows=1, seconds=9.0)
+            writer.show(forwards=2 + index, rows=rows, seconds=0.5)
+    ModelCounterWriter(None, 0, 0).show(1, 1, 1.0)
+    collector, registry = _Collector(), CollectorRegistry()
+    registry.register(collector)
+    assert "draft_model" not in generate_latest(registry).decode()
+    collector.watch("token_tree", "exact", str(tmp_path), ["small", "large"])
+    text = generate_latest(registry).decode()
+    labels = '{method="token_tree",model="large",rule="exact"}'
+    assert f"spec_ext:draft_model_forwards_total{labels} 6.0" in text
+    assert f"spec_ext:draft_model_rows_total{labels} 42.0" in text
+    assert f"spec_ext:draft_model_seconds_total{labels} 1.0" in text
+    assert 'forwards_total{method="token_tree",model="small",rule="exact"} 4.0' in text
+    assert CounterReadings([str(tmp_path)])["steps"] == 0
 
 
 def _step(num_new: int, num_output: int) -> RequestStep:

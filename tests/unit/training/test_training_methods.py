@@ -61,7 +61,8 @@ def test_a_method_imports_shared_modules_and_its_proposer_only(method: str) -> N
 
 def test_every_folder_is_registered_under_its_methods_name() -> None:
     assert sorted(TRAINERS) == METHODS
-    assert set(METHODS) <= set(BUILTIN)
+    # A draft model serves several methods, vLLM's own among them; heads bear their method's name.
+    assert set(METHODS) - {"draft"} <= set(BUILTIN)
     for method, trainer in TRAINERS.items():
         assert lies_in(trainer.settings.partition(":")[0], f"{PACKAGE}.{method}")
         assert issubclass(trainer.load_settings(), Training)

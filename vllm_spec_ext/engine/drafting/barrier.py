@@ -129,6 +129,8 @@ def draft_problem(draft: Any, vocab_size: int) -> tuple[str, str] | None:
     if draft.path_probs is not None and np.shape(draft.path_probs) != tokens.shape:
         found = np.shape(draft.path_probs)
         return "path_probs", f"path_probs: found shape {found}, expected {tokens.shape}"
+    if draft.sources is not None and len(draft.sources) != len(tokens):
+        return "sources", f"sources: found {len(draft.sources)}, expected one for each node"
     return None if draft.probs is None else _distribution_problem(draft, vocab_size)
 
 

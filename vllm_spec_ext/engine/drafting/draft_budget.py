@@ -5,9 +5,14 @@ A ledger in plain decoding steps. A step earns the steps that its accepted token
 what verification and drafting add to a plain step. The balance is limited above, so what was
 earned long ago covers no loss now, and it is refilled a little in each step. A draft is allowed if
 the balance covers the next step even when all of it is rejected. Hence, over any n steps, drafting
-loses at most ``_CAPACITY + _REFILL * n`` plain steps, in a fresh engine ``_START + _REFILL * n``.
-A fresh engine starts with few draft tokens and allows more as they earn; a method that loses is
-stopped, and tried again each time the balance has been refilled.
+loses at most ``_CAPACITY + _REFILL * n`` plain steps, in a fresh engine ``_START + _REFILL * n``,
+and the tries of a method that earned until then, see below.
+What a step costs that drafts nothing (the proposer reads the new tokens, this ledger is kept) is
+paid in any case: it does not count against drafts, but the ledger is refilled less for it.
+A fresh engine starts with few draft tokens and allows more as they earn. A draft may cost a part of
+the balance only, the smaller the less was earned lately: several small tries find out more than a
+large one. A method that loses is stopped, and tried again as the balance is refilled: soon if it
+earned lately, as this was bad luck; each try that fails makes that less likely.
 
 No clock here: times are given.
 """
@@ -18,12 +23,17 @@ from dataclasses import dataclass
 from vllm_spec_ext.engine.drafting.step_costs import CostEstimate, StepCosts
 
 _START = 0.6  # plain steps: what a fresh engine may lose, _REFILL aside
-_CAPACITY = 2.1
+_CAPACITY = 1.9
 _LOWEST = -2.0  # after costs that nobody could foresee; or drafting would stop for too long
-_REFILL = 0.006  # plain steps a step
+_REFILL = 0.005  # plain steps a step
+_IDLE = 0.003  # of a plain step: what a step that drafts nothing may cost beside that
+_LEAST_REFILL = 0.004  # or drafting would never be tried again
 _SAME_UNIT = 0.8  # plain times whose ratio is nearer to one count alike
 _CAUTION = 1.5  # standard errors that estimated costs are raised by
-_MIN_STEPS = 3  # steps with drafts before a token's cost is a measured one
+_LATELY = 0.15  # weight of the last step with drafts in what drafts earned lately
+_TRUSTED = 0.45  # plain steps a step: of what drafts earned lately, what counts once they fail
+_RETURN = 0.2  # of what drafts earned lately, a step: how soon a method that earns is back
+_TRY = 0.5  # of the balance: what a draft may cost while drafts earn nothing
 
 _FIRST_DRAFTING = 0.1  # drafting of a step in plain steps, before it was measured
 _PAUSE = 4.0  # times the usual drafting time; the rest is a pause
@@ -40,10 +50,9 @@ class Allowance:
     max_tokens: int | None
     """Draft tokens of all requests together; None = no limit."""
     min_probability: float | None
-    """Acceptance probability below which a token costs more than it saves; None = not known."""
+    """Acceptance probability below which a token costs more than it saves, first by costs that are
+    guessed; None = not known."""
     reason: str
-    measures: bool = False
-    """The step is to be a plain one so that its time is known."""
 
 
 UNLIMITED = Allowance(None, None, "adaptive_length is off")
@@ -79,8 +88,9 @@ class DraftBudget:
         self.balance = _START
         self.costs = StepCosts()
         self._drafting: dict[tuple[str, int], float] = {}  # usual seconds by method, size class
+        self._idle: dict[tuple[str, int], float] = {}  # the same where nothing may be drafted
         self._plain_s: float | None = None  # at the size of the last step
-        self._unit_s = 0.0  # seconds of the plain step that the balance counts in
+        self._unit = 0  # requests of the plain step that the balance counts in
         self._size_class = 0
         self._drafting_allowed = False
         self._since_plain = 0
@@ -113,11 +123,15 @@ class DraftBudget:
         if found is None:
             return
         self._plain_s, self._size_class = found.plain_s, num_requests.bit_length()
-        self._count_in(found.plain_s)
-        change = _REFILL
+        self._count_in(num_requests, found.plain_s)
+        change = self._refill(found.plain_s)
+        if not num_drafted and self.balance < _START:
+            change += _RETURN * max(0.0, self._gain)
         if num_drafted:
             gain = num_emitted / num_requests - 1.0 - _careful(found, num_drafted)
-            self._gain += 0.1 * (gain - self._gain)
+            if gain < 0.0:
+                self._gain = min(self._gain, _TRUSTED)
+            self._gain += _LATELY * (gain - self._gain)
             change += gain
         self._change(change)
 
@@ -127,13 +141,19 @@ class DraftBudget:
             return
         for method, taken in seconds.items():
             key = method, self._size_class
+            idle = self._idle.get(key)
+            if not self._drafting_allowed:
+                # Pauses only make it longer, so it follows what is short faster.
+                weight = 1.0 if idle is None else 0.2 if taken < idle else 0.02
+                self._idle[key] = (1 - weight) * (idle or 0.0) + weight * taken
+                continue
+            excess = max(0.0, taken - (idle or 0.0))
             usual = self._drafting.get(key)
             pause = _FIRST_PAUSE * self._plain_s if usual is None else _PAUSE * usual
-            counted = min(taken, max(pause, 0.01 * self._plain_s))
-            if self._drafting_allowed:
-                weight = 1.0 if usual is None else 0.2
-                self._drafting[key] = (1 - weight) * (usual or 0.0) + weight * counted
-            self._gain -= 0.1 * counted / self._plain_s
+            counted = min(excess, max(pause, 0.01 * self._plain_s))
+            weight = 1.0 if usual is None else 0.2
+            self._drafting[key] = (1 - weight) * (usual or 0.0) + weight * counted
+            self._gain -= _LATELY * counted / self._plain_s
             self._change(-counted / self._plain_s)
 
     def allow(self, rooms: Sequence[int]) -> Allowance:
@@ -146,50 +166,59 @@ class DraftBudget:
         self._drafting_allowed = allowance.max_tokens != 0 and any(rooms)
         return allowance
 
+    def plain_seconds(self, num_requests: int) -> float | None:
+        """A plain step of so many requests; None while that is not known."""
+        found = self.costs.estimate(num_requests) if num_requests else None
+        return None if found is None else found.plain_s
+
     def _decide(self, rooms: Sequence[int]) -> Allowance:
         total, num_requests = sum(rooms), len(rooms)
         found = self.costs.estimate(num_requests) if num_requests else None
         if found is None:
-            return Allowance(0, None, "measuring plain steps first", measures=True)
+            return Allowance(0, None, "measuring plain steps first")
         if self.costs.needs_plain(num_requests) and self._asked_plain < _MOST_ASKED:
             self._asked_plain += 1
-            reason = f"measuring plain steps with {num_requests} requests"
-            return Allowance(0, None, reason, measures=True)
+            return Allowance(0, None, f"measuring plain steps with {num_requests} requests")
         drafting = self._usual_drafting(num_requests, found.plain_s)
         probability = self._break_even(found, num_requests, drafting)
         interval = min(_SELDOM, max(_OFTEN, int(200 * self._gain)))
         if self._since_plain >= interval:
             self._since_plain = 0
-            return Allowance(0, probability, "a plain step, to compare with", measures=True)
-        if not total or _careful(found, total) + drafting <= self.balance:
-            return Allowance(None, probability, f"the balance is {self.balance:.2f} plain steps")
-        affordable = self._affordable(found, total, self.balance - drafting)
+            return Allowance(0, probability, "a plain step, to compare with")
+        if not total:
+            return Allowance(None, probability, "no request has room")
         least = self._least(found, num_requests, total, drafting)
-        if affordable < least:
-            return Allowance(
-                0,
-                probability,
-                f"drafts lost time; balance {self.balance:.2f} plain steps, too little to try "
-                f"{least} tokens",
-            )
-        return Allowance(
-            affordable, probability, f"no more for a balance of {self.balance:.2f} plain steps"
-        )
+        price = _careful(found, least) + drafting
+        state = f"balance {self.balance:.2f} plain steps"
+        if price > self.balance:
+            return Allowance(0, probability, f"drafts lost time; {state}, {least} tokens too many")
+        stake = max(min(1.0, _TRY + max(0.0, self._gain)) * self.balance, price)
+        if _careful(found, total) + drafting <= stake:
+            return Allowance(None, probability, state)
+        affordable = max(least, self._affordable(found, total, stake - drafting))
+        return Allowance(affordable, probability, f"no more for a {state}")
 
-    def _count_in(self, plain_s: float) -> None:
+    def _count_in(self, num_requests: int, plain_s: float) -> None:
         """Go over to plain steps of another length, where another batch size has one.
 
         Neither what may still be lost nor what is missing to the capacity gets smaller in seconds:
         a loss of long steps counts for more in a window of short ones, and short steps are no
-        reason to lose long ones.
+        reason to lose long ones. A machine that changes its speed changes all steps alike.
         """
-        ratio = self._unit_s / plain_s
+        before = self.costs.estimate(self._unit) if self._unit else None
+        if before is None:
+            self._unit = num_requests
+            return
+        ratio = before.plain_s / plain_s
         if _SAME_UNIT < ratio < 1 / _SAME_UNIT:
             return
-        self._unit_s = plain_s
-        if ratio > 0.0:
-            missing = _CAPACITY - self.balance
-            self._change(min(0.0, self.balance * (ratio - 1), missing * (1 - ratio)))
+        self._unit = num_requests
+        missing = _CAPACITY - self.balance
+        self._change(min(0.0, self.balance * (ratio - 1), missing * (1 - ratio)))
+
+    def _refill(self, plain_s: float) -> float:
+        idle = sum(seconds for (_, size), seconds in self._idle.items() if size == self._size_class)
+        return max(_LEAST_REFILL, min(_REFILL, _REFILL + _IDLE - idle / plain_s))
 
     def _change(self, change: float) -> None:
         self.balance = min(_CAPACITY, max(_LOWEST, self.balance + change))
@@ -206,10 +235,8 @@ class DraftBudget:
             return _FIRST_DRAFTING
         return sum(seconds for _, seconds in found.values()) / plain_s
 
-    def _break_even(self, found: CostEstimate, num_requests: int, drafting: float) -> float | None:
+    def _break_even(self, found: CostEstimate, num_requests: int, drafting: float) -> float:
         """A token accepted with probability p adds p to the yield, and its cost to the time."""
-        if found.num_measured < _MIN_STEPS:
-            return None
         num_drafted = round(self._verified / self._requests * num_requests)
         emitted = self._emitted / self._requests * num_requests
         seconds = 1.0 + found.extra(num_drafted) + drafting  # in plain steps

@@ -14,6 +14,9 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_spec_ext.engine.drafting.barrier import Barrier
 from vllm_spec_ext.engine.drafting.ranks import Ranks
+from vllm_spec_ext.engine.models.batch_events import block_events
+from vllm_spec_ext.engine.models.host import ModelHost
+from vllm_spec_ext.engine.starting.scratch import num_scratch_blocks
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.engine.watching.shared_counters import CounterWriter
@@ -30,20 +33,11 @@ from vllm_spec_ext.scorers.walk.tree import warm_up as warm_up_walk
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = logging.getLogger("vllm.spec_ext")
 
 _MAX_TIMINGS = 100_000
-_MAX_TREES = 16  # requests that may draft branches in the same step before trees get smaller
-
-
-def num_scratch_blocks(tree: bool, num_draft_tokens: int, max_num_seqs: int) -> int:
-    """KV blocks set aside for the branches of draft trees.
-
-    A segment of a tree needs one block, two if it crosses a block border, and a tree rarely has
-    more than half as many segments as nodes. Where the blocks do not suffice, trees are cut.
-    """
-    return min(max_num_seqs, _MAX_TREES) * num_draft_tokens if tree else 0
 
 
 def _close(proposer: BaseProposer) -> None:
@@ -79,22 +73,25 @@ class Drafter:
         self._proposer = self._new_proposer()
         self._close_proposer: weakref.finalize[Any, Any] | None = None
         self.needs = self._proposer.needs
+        self.models = ModelHost(spec_config.draft_models)
         self.num_scratch_blocks = num_scratch_blocks(
             self.info.tree,
             self._num_draft_tokens,
             vllm_config.scheduler_config.max_num_seqs,
+            vllm_config.cache_config.block_size if self.models else None,
         )
         self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
         parallel = vllm_config.parallel_config
         self._is_first_process = parallel.rank == 0 and parallel.data_parallel_index == 0
-        folder = settings.counter_folder if parallel.rank == 0 else None
-        self._counters = CounterWriter(folder, parallel.data_parallel_index)
+        self._counter_folder = settings.counter_folder if parallel.rank == 0 else None
+        self._counters = CounterWriter(self._counter_folder, parallel.data_parallel_index)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Called by vLLM once the target's weights are loaded."""
         model = self._vllm_config.model_config
         device = next(target_model.parameters()).device
         self.ranks = Ranks(get_tp_group(), device)
+        self.models.load(self._vllm_config, self.ranks, target_model, device, self._counter_folder)
         self._engine = EngineHandle(
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
@@ -105,6 +102,7 @@ class Drafter:
             target=self.ranks.share_target(target_model),
             device=device,
             may_write_files=self._is_first_process,
+            models=self.models.models,
         )
         self._barrier = Barrier(self.info.name, self._engine.vocab_size)
         self.ranks.lead(self._start_proposer)
@@ -173,6 +171,16 @@ class Drafter:
     def count_held_back(self, num_requests: int) -> None:
         """Count requests that may draft less than they have room for, to save time."""
         self._counters.add(held_back=num_requests)
+
+    def blocks_change(self, scheduler_output: "SchedulerOutput", gone: Sequence[str]) -> None:
+        """Tell the draft models which KV blocks get other contents in the step to come.
+
+        Args:
+            scheduler_output: Of that step.
+            gone: Requests that finished, were preempted, or go on with other tokens.
+        """
+        if self.models and self.ranks.leads:
+            self.models.update(block_events(scheduler_output, gone, self.models.group))
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Free the proposer's state of these requests."""

@@ -17,6 +17,9 @@ import torch
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
 
+    from vllm_spec_ext.engine.models.paged_model import PagedModel
+    from vllm_spec_ext.engine.models.replay import Work
+
 ResultT = TypeVar("ResultT")
 
 
@@ -68,6 +71,7 @@ class Ranks:
         """
         self._group = group
         self._device = device
+        self._models: Sequence[PagedModel] = ()
 
     @property
     def is_alone(self) -> bool:
@@ -83,6 +87,10 @@ class Ranks:
         """What a proposer sees of the target: its shared layers are computed by all ranks."""
         self._target = cast(SharedLayers, target)
         return target if self.is_alone else SharedTarget(self, target)
+
+    def share_models(self, models: "Sequence[PagedModel]") -> None:
+        """This rank's parts of the draft models."""
+        self._models = models
 
     def lead(
         self, work: Callable[[], tuple[ResultT, Sequence[torch.Tensor]]]
@@ -122,13 +130,18 @@ class Ranks:
         self._group.broadcast(argument)
         return self._compute(argument, is_embedding)
 
+    def work_together(self, work: "Work") -> torch.Tensor | None:
+        """On rank 0: run a draft model together with the other ranks; this rank's result."""
+        self._group.broadcast_object(work)
+        return work.run(self._models)
+
     def _compute(self, argument: torch.Tensor, is_embedding: bool) -> torch.Tensor | None:
         layer = self._target.embed_input_ids if is_embedding else self._target.compute_logits
         return layer(argument)
 
     def _follow(self) -> tuple[Any, Sequence[torch.Tensor]]:
         while True:
-            message: Call | Result[Any] | Failure = self._group.broadcast_object()
+            message: Call | Result[Any] | Failure | Work = self._group.broadcast_object()
             if isinstance(message, Call):
                 argument = self._receive(message.shape, message.dtype)
                 with torch.inference_mode():
@@ -136,6 +149,8 @@ class Ranks:
             elif isinstance(message, Result):
                 received = [self._receive(shape, dtype) for shape, dtype in message.tensors]
                 return message.value, received
+            elif not isinstance(message, Failure):
+                message.run(self._models)
             else:
                 raise RuntimeError(f"rank 0 of this worker's group failed: {message}")
 

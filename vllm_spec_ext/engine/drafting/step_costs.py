@@ -40,29 +40,25 @@ class CostEstimate:
     plain_s: float
     plain_error: float  # relative standard error
     num_measured: int  # steps with drafts that this rests on
-    _state: Vector  # see _SizeClass
-    _covariance: Vector
-    _more_requests: int  # than the reference of the class
+    _overhead: float  # of any drafts, in plain steps; an estimate, which may be below 0
+    _per_token: float
+    _variance: tuple[float, float, float]  # of the cost of n tokens: coefficients of 1, n, n * n
 
     @property
     def per_token(self) -> float:
         """One more draft token, in plain steps."""
-        return max(0.0, float(self._state[2]) / self.plain_s)
+        return max(0.0, self._per_token)
 
     def extra(self, num_drafted: int) -> float:
         """What verifying this many draft tokens adds to a step, in plain steps."""
-        return max(0.0, self._ratio(num_drafted)) if num_drafted else 0.0
+        return max(0.0, self._overhead + self._per_token * num_drafted) if num_drafted else 0.0
 
     def error(self, num_drafted: int) -> float:
         """Standard error of :meth:`extra`."""
         if not num_drafted:
             return 0.0
-        ratio, more = self._ratio(num_drafted), self._more_requests
-        slopes = np.array([-ratio, 1.0, num_drafted - ratio * more, -ratio * more])
-        return math.sqrt(max(0.0, float(slopes @ self._covariance @ slopes))) / self.plain_s
-
-    def _ratio(self, num_drafted: int) -> float:
-        return float(self._state[1] + self._state[2] * num_drafted) / self.plain_s
+        constant, linear, square = self._variance
+        return math.sqrt(max(0.0, constant + (linear + square * num_drafted) * num_drafted))
 
 
 class _SizeClass:
@@ -95,8 +91,20 @@ class _SizeClass:
         plain = max(float(row @ self.state), 0.1 * float(self.state[0]))
         variance = float(row @ self.covariance @ row) / plain**2
         variance += (now - self.updated) * _DRIFT**2  # it may be long ago
+        overhead, per_token = float(self.state[1]) / plain, float(self.state[2]) / plain
+        # Slopes of the cost of n tokens by the four parts of the state: those at 0, and by n.
+        at_0 = np.array([-overhead, 1.0, -overhead * more, -overhead * more])
+        by_n = np.array([-per_token, 0.0, 1.0 - per_token * more, -per_token * more])
+        by_n_covariance = by_n @ self.covariance
+        parts = (at_0 @ self.covariance @ at_0, 2 * by_n_covariance @ at_0, by_n_covariance @ by_n)
+        constant, linear, square = (float(part) / plain**2 for part in parts)
         return CostEstimate(
-            plain, math.sqrt(variance), self.num_measured, self.state, self.covariance.copy(), more
+            plain,
+            math.sqrt(variance),
+            self.num_measured,
+            overhead,
+            per_token,
+            (constant, linear, square),
         )
 
     def observe(self, num_requests: int, num_drafted: int, seconds: float, now: int) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from vllm_spec_ext.engine.drafting.draft_budget import UNLIMITED, Allowance, DraftBudget, shares
 from vllm_spec_ext.engine.drafting.scheduled_draft import ScheduledDraft
+from vllm_spec_ext.engine.models.batch_events import batch_rows
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.plan import fitting_prefix, segment_bounds
 from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext
@@ -55,12 +56,18 @@ class StepDrafts:
         if runner.drafter.needs.hidden_states and rows:
             last = step.last_rows(new_tokens)
             hidden = sample_hidden_states[[last[row] for row in rows]]
-        context = StepContext(requests, hidden, allowance.min_probability)
+        plain_seconds = None if self.budget is None else self.budget.plain_seconds(len(requests))
+        context = StepContext(requests, hidden, allowance.min_probability, plain_seconds)
         self._log_outcomes(step, rows, new_tokens)
+        models = runner.drafter.models
+        if models:
+            models.begin_step(batch_rows(runner, step, new_tokens, models.group))
         made = runner.drafter.draft(context, step.outcomes(new_tokens))
+        prompt_seconds = models.end_step(any(request.room for request in requests))
         drafts, probs = self._schedule(requests, made)
         if self.budget is not None:
-            self.budget.drafted({runner.drafter.info.name: time.perf_counter() - started})
+            taken = time.perf_counter() - started - prompt_seconds
+            self.budget.drafted({runner.drafter.info.name: taken})
         return drafts, probs
 
     def _schedule(
@@ -106,9 +113,7 @@ class StepDrafts:
             return requests, UNLIMITED
         rooms = [request.room for request in requests]
         allowance = self.budget.allow(rooms)
-        # The balance itself limits nothing yet: on a real engine its caution kept methods that
-        # gain from ever drafting. Proposers leave out what is below the break-even probability.
-        if allowance.max_tokens is None or not requests or not allowance.measures:
+        if allowance.max_tokens is None or not requests:
             return requests, allowance
         self._num_held_back += 1  # the remainder goes to another request each time
         given = shares(allowance.max_tokens, rooms, self._num_held_back % len(requests))
@@ -137,6 +142,8 @@ class StepDrafts:
             room=max(0, room),
             options=state.options,
             temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
             seed=params.seed,
             share_group=state.share_group,
         )

@@ -16,6 +16,8 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_spec_ext import compat
+from vllm_spec_ext.engine.models.draft_config import draft_configs
+from vllm_spec_ext.engine.models.memory_check import check_memory
 from vllm_spec_ext.engine.requests.door import install_request_validation
 from vllm_spec_ext.engine.starting.limits import (
     MAX_DRAFT_TOKENS,
@@ -76,6 +78,9 @@ class SpecExtConfig(SpeculativeConfig):
 
     spec_ext: SkipValidation[MethodSettings] = None  # type: ignore[assignment]
     """Method and options of vllm-spec-ext."""
+
+    draft_models: SkipValidation[tuple[Any, ...]] = ()
+    """Of type DraftConfig: draft models that the method runs beside the target."""
 
     def __repr__(self) -> str:
         return (
@@ -221,7 +226,19 @@ def build_spec_config(
         load_tokenizer=partial(load_tokenizer, target_model_config),
         share_unsalted=share_unsalted,
     )
-    registry.load(method).check(parsed.options, facts)
+    proposer = registry.load(method)
+    proposer.check(parsed.options, facts)
+    draft_models = draft_configs(
+        proposer.models(parsed.options), target_model_config, target_parallel_config
+    )
+    check_memory(
+        engine_args,
+        target_model_config,
+        target_parallel_config,
+        draft_models,
+        tree=parsed.info.tree,
+        num_draft_tokens=parsed.vllm_options["num_speculative_tokens"],
+    )
     settings = MethodSettings(
         method=parsed.info.name,
         options=parsed.options,
@@ -237,10 +254,12 @@ def build_spec_config(
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         spec_ext=settings,
+        draft_models=draft_models,
         **parsed.vllm_options,
     )
     target_parallel_config.worker_cls = worker_class()
     install_request_validation()
     rule = "exact" if settings.lossless else str(settings.rule)
-    publish(settings.method, rule, settings.counter_folder)
+    names = [model.name for model in draft_models]
+    publish(settings.method, rule, settings.counter_folder, names)
     return result

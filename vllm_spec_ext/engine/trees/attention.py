@@ -10,14 +10,14 @@ more virtual ones. CPU_ATTN, FLASH_ATTN and TRITON_ATTN keep that (vLLM 0.32), w
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
+from vllm_spec_ext.engine.trees.block_copies import copy_layer_blocks
 from vllm_spec_ext.engine.trees.plan import RequestRows, TreePlan, build_plan
 from vllm_spec_ext.scorers.walk.tree import Walk
 
@@ -91,12 +91,18 @@ def unsupported_reason(runner: "GPUModelRunner") -> str | None:
 class TreeAttention:
     """The scratch blocks of one runner and the plan of its current step."""
 
-    def __init__(self, runner: "GPUModelRunner", scratch: Sequence[int]) -> None:
+    def __init__(
+        self,
+        runner: "GPUModelRunner",
+        scratch: Sequence[int],
+        kv_by_layer: Mapping[str, torch.Tensor],
+    ) -> None:
         """Hook into the runner's only attention group.
 
         Args:
             runner: vLLM's model runner, its KV cache initialised with the scratch blocks.
             scratch: Their ids.
+            kv_by_layer: Caches by the scheduler's blocks.
         """
         self.scratch = list(scratch)
         self.plan: TreePlan | None = None
@@ -104,6 +110,7 @@ class TreeAttention:
         self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
         group = runner.attn_groups[0][0]
         self._wrap_metadata(group)
+        self._caches = [kv_by_layer[name] for name in group.layer_names]
         for name in group.layer_names:
             self._wrap_write(runner.compilation_config.static_forward_context[name].impl)
 
@@ -167,24 +174,12 @@ class TreeAttention:
         self.copy_blocks(plan.tail_copies)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole KV blocks of all layers.
+        """Copy whole KV blocks of the target's layers.
 
         Args:
             pairs: (from, to); no block may be on both sides.
         """
-        if not pairs:
-            return
-        num_blocks = self._runner.kv_cache_config.num_blocks
-        if self._runner.device.type != "cpu":
-            copy_kv_cache_blocks_inplace(self._runner.kv_caches, num_blocks, list(pairs))
-            return
-        # There vLLM's way, a gather and a scatter, moves each block twice and by single elements:
-        # five times the time, up to a tenth of a step.
-        runs = copy_runs(pairs)
-        for cache in {cache.data_ptr(): cache for cache in self._runner.kv_caches}.values():
-            blocks = cache.unflatten(0, (num_blocks, -1))
-            for source, first, end in runs:
-                blocks[first:end] = blocks[source]
+        copy_layer_blocks(self._caches, self._runner.kv_cache_config.num_blocks, pairs)
 
     def _wrap_write(self, impl: "CPUAttentionBackendImpl") -> None:
         """After a layer wrote its KV, write the shared ancestors into the scratch blocks too."""
@@ -217,17 +212,6 @@ class TreeAttention:
             return build(expand_attention(common, self.plan), *args, fast_build=True, **kwargs)
 
         group.build_metadata = build_metadata
-
-
-def copy_runs(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Copies (from, to) joined where one block goes to several in a row: (from, first, end)."""
-    runs: list[tuple[int, int, int]] = []
-    for source, target in pairs:
-        if runs and runs[-1][0] == source and runs[-1][2] == target:
-            runs[-1] = (source, runs[-1][1], target + 1)
-        else:
-            runs.append((source, target, target + 1))
-    return runs
 
 
 def expand_attention(

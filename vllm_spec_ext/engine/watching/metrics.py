@@ -5,10 +5,11 @@ The names do not start with ``vllm:``: vLLM drops every such collector when an e
 (v1/metrics/prometheus.py, ``unregister_vllm_metrics``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from vllm_spec_ext.engine.watching.model_counters import MODEL_COUNTERS, model_readings
 from vllm_spec_ext.engine.watching.shared_counters import COUNTERS, CounterReadings
 
 if TYPE_CHECKING:
@@ -34,10 +35,13 @@ class _Collector:
 
     def __init__(self) -> None:
         self._folders: dict[tuple[str, str], list[str]] = {}  # by method and rule
+        self._models: dict[tuple[str, str, str], list[tuple[str, int]]] = {}  # folder and index
 
-    def watch(self, method: str, rule: str, folder: str) -> None:
-        """Show this engine's counters, too."""
+    def watch(self, method: str, rule: str, folder: str, models: Sequence[str] = ()) -> None:
+        """Show this engine's counters, too, and those of its draft models."""
         self._folders.setdefault((method, rule), []).append(folder)
+        for index, name in enumerate(models):
+            self._models.setdefault((method, rule, name), []).append((folder, index))
 
     def collect(self) -> Iterator[Any]:
         """All metrics with their labels; called by prometheus_client."""
@@ -60,6 +64,16 @@ class _Collector:
             times.add_metric(key, readings.time_buckets, readings.total_time_us)
         yield from counters.values()
         yield times
+        families = [
+            CounterMetricFamily(f"{PREFIX}{name}", text, labels=[*labels, "model"])
+            for name, text in MODEL_COUNTERS.items()
+        ]
+        for model, places in self._models.items():
+            found = [model_readings([folder], index) for folder, index in places]
+            for family, values in zip(families, zip(*found, strict=True), strict=True):
+                family.add_metric(model, sum(values))
+        if self._models:
+            yield from families
 
 
 @cache
@@ -71,14 +85,15 @@ def _collector() -> _Collector:
     return collector
 
 
-def publish(method: str, rule: str, folder: str | None) -> None:
+def publish(method: str, rule: str, folder: str | None, models: Sequence[str] = ()) -> None:
     """Say which acceptance rule this process's engine runs, and show what its workers count.
 
     Args:
         method: Name of the proposer.
         rule: ``"exact"``, or the relaxed rule with its parameters.
         folder: Where the workers count; None = nowhere.
+        models: Names of the draft models.
     """
     _lossless_gauge().labels(method=method, rule=rule).set(rule == "exact")
     if folder is not None:
-        _collector().watch(method, rule, folder)
+        _collector().watch(method, rule, folder, models)

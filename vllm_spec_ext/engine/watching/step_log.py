@@ -19,7 +19,7 @@ class StepLog:
 
     def __init__(self) -> None:
         self.steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
-        self._waiting: dict[str, tuple[list[int], list[int], list[float]]] = {}
+        self._waiting: dict[str, tuple[list[int], list[int], list[float], list[list[str]]]] = {}
         self._number = 0
 
     def next_step(self) -> None:
@@ -38,7 +38,8 @@ class StepLog:
             draft: As the proposer made it, at least n nodes.
         """
         probs = [] if draft.path_probs is None else draft.path_probs[: len(tokens)].tolist()
-        self._waiting[request_id] = (list(tokens), list(parents), probs)
+        sources = [list(names) for names in (draft.sources or ())[: len(tokens)]]
+        self._waiting[request_id] = (list(tokens), list(parents), probs, sources)
 
     def verified(
         self, request_id: str, scheduled: Sequence[int], accepted: Sequence[int], new: Sequence[int]
@@ -51,10 +52,10 @@ class StepLog:
             accepted: Nodes on the accepted path, in order.
             new: The step's new tokens; the last one is the target's own.
         """
-        tokens, parents, probs = self._waiting.pop(request_id, ([], [], []))
+        tokens, parents, probs, sources = self._waiting.pop(request_id, ([], [], [], []))
         size = len(scheduled)
         if tokens[:size] != list(scheduled):  # placeholders of a resumed request
-            tokens, parents, probs, size = [], [], [], 0
+            tokens, parents, probs, sources, size = [], [], [], [], 0
         self.steps.append(
             {
                 "step": self._number,
@@ -62,6 +63,7 @@ class StepLog:
                 "tokens": tokens[:size],
                 "parents": parents[:size],
                 "path_probs": probs[:size],
+                "sources": sources[:size],
                 "accepted": [int(node) for node in accepted] if size else [],
                 "new_tokens": [int(token) for token in new],
             }

@@ -129,26 +129,3 @@ Tokens per target step: **{figures.acceptance_length:.2f}** with the chain, \
 
 {facts or "- not recorded"}
 """
-
-
-def push_to_hub(folder: Path, repository: str) -> str:
-    """Upload a heads folder to the Hugging Face Hub; the address of the commit.
-
-    Args:
-        folder: Heads folder.
-        repository: ``user/name``; made if it does not exist. The login is huggingface_hub's own.
-
-    Raises:
-        SpecExtError: Not logged in, no right, or no network.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(repository, exist_ok=True)
-        return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
-    except Exception as error:
-        raise SpecExtError(
-            f"uploading {folder} to {repository!r} failed ({type(error).__name__}: {error}); the "
-            "folder itself is complete. Log in with 'hf auth login' and try again"
-        ) from error

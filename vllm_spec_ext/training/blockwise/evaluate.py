@@ -6,7 +6,6 @@ target itself wrote greedily. Acceptance lengths count the bonus token, as vLLM 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.blockwise.heads import BlockwiseHeads
 from vllm_spec_ext.proposers.draft_tree import agreeing_path
+from vllm_spec_ext.training.acceptance import walk
 from vllm_spec_ext.training.batches import IGNORED, make_batch
 from vllm_spec_ext.training.blockwise.draft_vocab import DraftProjection
 from vllm_spec_ext.training.blockwise.text_copies import TextCopies, tokens_seen
@@ -117,14 +117,14 @@ def measure_heads(
     whole = rows.has_target.all(axis=1)
     tree_length = 0.0
     if tree_nodes:
-        tree_length = _walk(rows.starts, lambda row: _tree_accepts(rows, row, tree_nodes))
+        tree_length = walk(rows.starts, lambda row: _tree_accepts(rows, row, tree_nodes))
     return HeadFigures(
         num_positions=len(accepted),
         num_sequences=len(sequences),
         target_agreement=float(rows.agrees.mean()),
         accuracy=accuracy,
         position_acceptance=1.0 + float(accepted[whole].mean()) if whole.any() else 1.0,
-        acceptance_length=_walk(rows.starts, lambda row: int(accepted[row])),
+        acceptance_length=walk(rows.starts, lambda row: int(accepted[row])),
         tree_nodes=tree_nodes,
         tree_acceptance_length=tree_length,
     )
@@ -182,19 +182,6 @@ def _collect(
         agrees=np.concatenate(agrees),
         starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
     )
-
-
-def _walk(starts: NDArray[np.int64], accepts: Callable[[int], int]) -> float:
-    """Tokens per step when each step moves on by its accepted tokens and the bonus token."""
-    steps = tokens = 0
-    for low, high in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        row = low
-        while row < high:
-            emitted = 1 + accepts(row)
-            steps += 1
-            tokens += emitted
-            row += emitted
-    return tokens / steps if steps else math.nan
 
 
 def _tree_accepts(rows: _Rows, row: int, budget: int) -> int:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise.heads import load_heads
 from vllm_spec_ext.training.atomic import disk_full_named, write_json
-from vllm_spec_ext.training.blockwise.checkpoint import push_to_hub, save_heads
+from vllm_spec_ext.training.blockwise.checkpoint import save_heads
 from vllm_spec_ext.training.blockwise.evaluate import HeadFigures
 from vllm_spec_ext.training.blockwise.heads_task import HeadsTask
 from vllm_spec_ext.training.blockwise.schema import FREE_TO_CHANGE, BlockwiseTraining
 from vllm_spec_ext.training.command_line import run_trainer
+from vllm_spec_ext.training.hub import push_to_hub
 from vllm_spec_ext.training.stages import prepare, train
 from vllm_spec_ext.training.target import load_tokenizer
 

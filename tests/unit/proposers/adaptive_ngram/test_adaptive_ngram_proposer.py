@@ -355,6 +355,7 @@ def test_simulate_and_corpus_commands(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_simulate_refuses_bad_input(tmp_path: Path) -> None:
     assert parse_grid(["a=1,x", "b=true"]) == [{"a": 1, "b": True}, {"a": "x", "b": True}]
+    assert parse_grid(['a=["x", "y"]', "b=[1,2]"]) == [{"a": ["x", "y"], "b": [1, 2]}]
     assert parse_bytes("1.5G") == 3 << 29
     for bad in ("a", "=1", "a="):
         with pytest.raises(SpecExtError, match="key=value"):

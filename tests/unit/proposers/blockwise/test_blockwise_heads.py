@@ -15,8 +15,9 @@ from vllm_spec_ext.proposers.blockwise.heads import (
     TokensSeen,
     load_heads,
 )
-from vllm_spec_ext.training.blockwise.checkpoint import default_head_width, push_to_hub, save_heads
+from vllm_spec_ext.training.blockwise.checkpoint import default_head_width, save_heads
 from vllm_spec_ext.training.blockwise.evaluate import HeadFigures
+from vllm_spec_ext.training.hub import push_to_hub
 
 FIGURES = HeadFigures(
     num_positions=10,

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft models as a proposer sees them: forward passes over sequences, without engine or cache.
+
+A method names the models it wants (:meth:`.base.BaseProposer.models`); the engine loads them beside
+the target and hands them over as ``EngineHandle.models``, in that order. In each step a proposer
+brings a model up to date with the requests (:meth:`DraftModel.sync`), lets it read drafted tokens
+(:meth:`DraftModel.extend`), and branches (:meth:`DraftModel.fork`). What was drafted is gone when
+``propose`` returns; what the target accepted of it is recognised by the next ``sync``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from vllm_spec_ext.proposers.records import RequestStep
+
+if TYPE_CHECKING:
+    import torch
+
+ModelKind = Literal["causal_lm", "eagle3"]
+"""A model of its own; one layer over the target's hidden states (EAGLE-3)."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that a method wants beside the target."""
+
+    name: str  # in metrics and messages; unique within the method
+    model: str  # Hugging Face name or folder
+    kind: ModelKind | None = None  # None = as the checkpoint says
+    quantization: str | None = None  # as vLLM's option; None = what the checkpoint says
+
+
+@dataclass(eq=False)
+class Branch:
+    """Tokens of one request as one model has read them: its trunk, or a fork of that."""
+
+    request: int  # index in the StepContext
+    length: int  # tokens read
+    is_trunk: bool
+    alive: bool = True
+    """False once there was no room for more: its logits are void and nothing extends it."""
+
+
+class DraftModel(Protocol):
+    """One model; calls are batched over branches, so make few of them.
+
+    Logits are the target's vocabulary wide: where the model's is smaller the rest is ``-inf``, and
+    where it is larger they are cut.
+    """
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    """Most tokens a branch can have; no request gets a branch that would be longer."""
+
+    def sync(
+        self,
+        requests: Sequence[RequestStep],
+        rows: Sequence[int],
+        suffixes: Sequence[Sequence[int]] | None = None,
+    ) -> list[Branch | None]:
+        """Read all that is certain of these requests, in one forward pass.
+
+        What the model read before is not read again, nor what other requests with the same
+        beginning read. A step without this costs nothing, and is made up for by the next one: a
+        request that is far behind catches up over several steps. A request that is synced twice
+        in a step gets a new trunk, and the old one dies.
+
+        Args:
+            requests: Of the step.
+            rows: Indices of those to read.
+            suffixes: Drafted tokens of each row to read behind it in the same pass.
+
+        Returns:
+            The trunk of each row, with logits behind its last token; None where the model cannot
+            follow: beyond its maximum length, a prompt that has no token ids, no room, or a
+            request that has not caught up yet.
+        """
+
+    def extend(self, branches: Sequence[Branch], tokens: Sequence[Sequence[int]]) -> None:
+        """Read drafted tokens, at least one for each branch, in one forward pass.
+
+        Branches that are not alive are passed over; those that find no room die.
+        """
+
+    def fork(self, branches: Sequence[Branch]) -> list[Branch | None]:
+        """One more branch with the tokens of each; None where there is no room.
+
+        Fork a branch before it is extended. A fork has the logits of its origin.
+        """
+
+    def rewind(self, branch: Branch, length: int) -> None:
+        """Take drafted tokens back; never below a fork that is still used.
+
+        Logits are void then, but for tokens of the branch's last pass.
+
+        Raises:
+            ValueError: Below the certain tokens of a trunk, or the beginning of a fork.
+        """
+
+    def logits(self, branches: Sequence[Branch]) -> "torch.Tensor":
+        """[len(branches), vocab_size] float32, of the token behind each branch.
+
+        Raises:
+            ValueError: A branch is dead, or was rewound to where its logits are not known.
+        """
+
+    def all_logits(self, branch: Branch) -> "torch.Tensor":
+        """[n, vocab_size] float32: behind the branch as it was before its last ``extend`` (or the
+        ``suffixes`` of ``sync``), and behind each of the tokens that this one read but the last.
+
+        Row i judges token i of that call; :meth:`logits` has the row behind the last one.
+        """
+
+    def forward_seconds(self, num_rows: int) -> float | None:
+        """A forward pass over this many tokens, as measured; None before any was."""

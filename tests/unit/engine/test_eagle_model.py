@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The books of EAGLE-3 heads against dense computation, on a toy of paged attention.
+
+The toy's prefix cache hashes a block with the token behind it. vLLM's does not: there the last
+position of a block may have been read with another request's next token, which a test of exactness
+has to leave out.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from paged_toy import VOCAB, ToyHead, ToyRequest, ToyScheduler
+from test_hosted_model import BLOCK, BLOCKS, PREFIXES, SCRATCH, update
+
+from vllm_spec_ext.engine.models.eagle_model import EagleModel
+from vllm_spec_ext.engine.models.hosted_model import BatchRow, HostedModel
+from vllm_spec_ext.engine.models.target_states import layers_by_model, pick, state_rows
+from vllm_spec_ext.engine.step import Step
+from vllm_spec_ext.errors import UnsupportedError
+from vllm_spec_ext.proposers.models import Branch
+from vllm_spec_ext.proposers.records import RequestStep
+from vllm_spec_ext.scorers.walk.tree import Walk
+
+
+def head_model(toy: Any, scratch: int = SCRATCH, max_model_len: int = 64) -> EagleModel:
+    model = EagleModel(
+        "toy",
+        toy,
+        num_ids=VOCAB,
+        vocab_size=VOCAB,
+        max_model_len=max_model_len,
+        max_rows=40,
+    )
+    model.bind(BLOCKS, BLOCK, range(BLOCKS, BLOCKS + scratch))
+    return model
+
+
+@dataclass
+class Simulation:
+    """Requests come and go while a random proposer uses a head; counts wrong rows."""
+
+    seed: int
+    skip: float = 0.3  # of the steps, in which nothing is drafted
+    rows: int = 0
+    wrong: int = 0
+    refused: int = 0
+    texts: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.toy = ToyHead(1, BLOCKS + SCRATCH, BLOCK)
+        self.model = head_model(self.toy)
+        self.scheduler = ToyScheduler(BLOCKS, BLOCK, 24, self.rng, ahead=1, sessions=0.0)
+
+    def run(self, num_steps: int) -> "Simulation":
+        for number in range(num_steps):
+            while len(self.scheduler.waiting) < 2:
+                prompt = list(self.rng.choice(PREFIXES))[: self.rng.randint(5, 20)]
+                prompt += [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 6))]
+                name = f"{number}-{len(self.scheduler.waiting)}"
+                self.scheduler.waiting.append(
+                    ToyRequest(name, prompt, len(prompt), self.rng.randint(2, 25))
+                )
+            self.step()
+        return self
+
+    def step(self) -> None:
+        step = self.scheduler.step(self.truth)
+        self.toy.begin_step(step)
+        update(self.model, step.events)
+        self.model.begin_step(step.rows)
+        requests = [
+            RequestStep(r.name, np.array(r.tokens, np.int32), r.num_prompt, r.tokens[-n:], 4)
+            for r, n in zip(step.decoded, step.new_tokens, strict=True)
+        ]
+        if self.rng.random() >= self.skip:
+            for index, tokens in self.draft(requests).items():
+                step.decoded[index].draft = tokens
+        self.model.end_step(bool(requests))
+        ended = type(step.events)()
+        self.scheduler.end(ended)
+        update(self.model, ended)
+
+    def truth(self, tokens: Sequence[int]) -> int:
+        """The target agrees with the head three times in four."""
+        if hash(tuple(tokens)) % 4 and len(tokens) > 1:
+            return int(self.toy.dense_with(tokens, len(tokens))[-1].argmax())
+        return hash(tuple(tokens)) % VOCAB
+
+    def draft(self, requests: Sequence[RequestStep]) -> dict[int, list[int]]:
+        rows = [row for row in range(len(requests)) if self.rng.random() < 0.9]
+        if self.rng.random() < 0.2:
+            self.model.sync(requests, rows[:1])  # twice in a step
+        suffixes = None
+        if self.rng.random() < 0.3:
+            suffixes = [self.some_tokens(0, 3) for _ in rows]
+        trunks = self.model.sync(requests, rows, suffixes)
+        live: list[Branch] = []
+        for place, trunk in enumerate(trunks):
+            if trunk is None:
+                self.refused += 1
+                continue
+            suffix = [] if suffixes is None else suffixes[place]
+            self.texts[id(trunk)] = [*requests[rows[place]].token_ids.tolist(), *suffix]
+            self.compare(requests, trunk, len(suffix))
+            live.append(trunk)
+        for _ in range(self.rng.randint(0, 4)):
+            origins = [branch for branch in live if self.rng.random() < 0.4]
+            for origin, twin in zip(origins, self.model.fork(origins), strict=True):
+                if twin is not None:
+                    self.texts[id(twin)] = list(self.texts[id(origin)])
+                    self.compare(requests, twin, 0)
+                    live.append(twin)
+            grown = [branch for branch in live if self.rng.random() < 0.8]
+            more = [
+                self.some_tokens(1, 4)
+                if self.rng.random() < 0.4
+                else [int(self.model.logits([branch])[0].argmax())]
+                for branch in grown
+            ]
+            self.model.extend(grown, more)
+            for branch, tokens in zip(grown, more, strict=True):
+                if not branch.alive:
+                    live.remove(branch)
+                    continue
+                self.texts[id(branch)] = self.texts[id(branch)] + tokens
+                self.compare(requests, branch, len(tokens))
+                length = branch.length - self.rng.randint(1, len(tokens))
+                others = [other.length for other in live if other is not branch]
+                if self.rng.random() < 0.3 and all(other <= length for other in others):
+                    taken = branch.length - length
+                    self.model.rewind(branch, length)
+                    del self.texts[id(branch)][-taken:]
+                    self.compare(requests, branch, 0, after_rewind=True)
+        return {
+            branch.request: self.texts[id(branch)][len(requests[branch.request].token_ids) :]
+            for branch in live
+        }
+
+    def compare(
+        self,
+        requests: Sequence[RequestStep],
+        branch: Branch,
+        num: int,
+        after_rewind: bool = False,
+    ) -> None:
+        """The logits behind a branch, and those of its last pass."""
+        text = self.texts[id(branch)]
+        assert branch.length == len(text) - 1
+        dense = self.toy.dense_with(text, len(requests[branch.request].token_ids))
+        found = self.model.logits([branch])
+        rows = found if after_rewind else torch.cat([self.model.all_logits(branch), found])
+        expected = dense[len(dense) - 1 - (0 if after_rewind else num) :]
+        assert len(rows) == len(expected)
+        bad = ~np.isclose(rows.numpy(), expected, atol=1e-5).all(axis=1)
+        self.rows += len(rows)
+        self.wrong += int(bad.sum())
+
+    def some_tokens(self, low: int, high: int) -> list[int]:
+        return [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(low, high))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_row_equals_a_dense_computation(seed: int) -> None:
+    simulation = Simulation(seed).run(100)
+    assert simulation.wrong == 0
+    assert simulation.rows > 1000
+    assert simulation.refused == 0  # nobody has a gap, whatever steps draft nothing
+    assert simulation.scheduler.num_hits > 20
+    assert simulation.scheduler.num_preempted > 2
+    assert simulation.model.scratch.most_used > 3
+
+
+def no_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ToyHead, "copy_blocks", lambda self, pairs: None)
+
+
+def tails_count(patch: pytest.MonkeyPatch) -> None:
+    """As for models of their own: drafted tokens that were accepted are not read again."""
+
+    def note(self: Any, trunk: Any, start: int, tokens: Sequence[int]) -> None:
+        known = self._known[trunk.request_id]
+        if start == trunk.floor:
+            known.tail_start, known.tail = start, []
+        HostedModel._note_tail(self, trunk, start, tokens)
+
+    patch.setattr(EagleModel, "_note_tail", note)
+
+
+def only_when_drafting(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EagleModel, "end_step", HostedModel.end_step)
+
+
+def no_shift(patch: pytest.MonkeyPatch) -> None:
+    """States of the position that the token stands on, as far as there are any."""
+    part = EagleModel._row_part
+
+    def row_part(self: EagleModel, row: BatchRow, index: int | None) -> Any:
+        found = part(self, row, index)
+        if found is not None and len(found.tokens) > 1:
+            assert found.states is not None
+            found.states[:-1] = found.states[1:]
+        return found
+
+    patch.setattr(EagleModel, "_row_part", row_part)
+
+
+@pytest.mark.parametrize("mutate", [no_copy, tails_count, only_when_drafting, no_shift])
+def test_rows_are_wrong_or_missing_without(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    simulation = Simulation(1).run(100)
+    assert simulation.wrong + simulation.refused > 0
+
+
+def request_step(tokens: list[int], name: str = "a") -> RequestStep:
+    return RequestStep(name, np.array(tokens, np.int32), 1, tokens[-1:], 4)
+
+
+def batch_row(tokens: list[int], computed: int, blocks: list[int], name: str = "a") -> BatchRow:
+    """A request whose last token is the bonus of a step."""
+    num_read = len(tokens) - 1
+    return BatchRow(
+        name,
+        np.array(blocks, np.int32),
+        np.array(tokens, np.int32),
+        False,
+        computed=computed,
+        following=np.array(tokens[1:], np.int32),
+        state_rows=np.arange(num_read - computed),
+    )
+
+
+def test_a_request_with_a_gap_gets_no_drafts_and_others_do() -> None:
+    """A block that came from elsewhere: the target has its KV, and nobody has the states."""
+    toy = ToyHead(1, BLOCKS + SCRATCH, BLOCK)
+    model = head_model(toy)
+    tokens = [1, 2, 3, 4, 5, 6]
+    toy.target_rows = {row: np.zeros(6) for row in range(9)}
+    model.begin_step([batch_row(tokens, BLOCK, [3, 4])])
+    assert model.sync([request_step(tokens)], [0]) == [None]
+    model.end_step(True)
+    assert model.counts.forwards == 0
+    toy.outputs = []
+    model.forget(["a"])
+    model.begin_step([batch_row(tokens, 0, [5, 6])])
+    (trunk,) = model.sync([request_step(tokens)], [0])
+    assert trunk is not None
+    assert trunk.length == 5
+    model.end_step(True)
+    assert not trunk.alive
+
+
+def test_blocks_that_are_hit_in_the_step_that_fills_them() -> None:
+    """Whatever the order of the batch: who has computed less is read first."""
+    toy = ToyHead(1, BLOCKS + SCRATCH, BLOCK)
+    model = head_model(toy)
+    toy.target_rows = {row: np.zeros(6) for row in range(9)}
+    first, second = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 9]
+    for rows in (
+        [batch_row(second, BLOCK, [3, 5], "b"), batch_row(first, 0, [3, 4])],
+        [batch_row(first, 0, [6, 7]), batch_row(second, BLOCK, [6, 8], "b")],
+    ):
+        model.begin_step(rows)
+        trunks = model.sync([request_step(second, "b"), request_step(first)], [0, 1])
+        assert None not in trunks
+        model.end_step(True)
+        model.forget(["a", "b"])
+        toy.outputs = []
+
+
+def test_other_weights_keep_what_was_read() -> None:
+    toy = ToyHead(1, BLOCKS + SCRATCH, BLOCK)
+    model = head_model(toy)
+    toy.target_rows = {row: np.zeros(6) for row in range(9)}
+    tokens = [1, 2, 3, 4, 5, 6]
+    model.begin_step([batch_row(tokens, 0, [5, 6])])
+    model.end_step(False)
+    model.reload([])
+    toy.outputs = []
+    model.begin_step([batch_row([*tokens, 7], 5, [5, 6])])
+    assert model.sync([request_step([*tokens, 7])], [0]) != [None]
+
+
+def test_branches_die_without_room_and_rewinds_keep_their_outputs() -> None:
+    toy = ToyHead(1, BLOCKS + 1, BLOCK)
+    model = head_model(toy, scratch=1)
+    tokens = [1, 2, 3, 4, 5]
+    toy.target_rows = {row: np.ones(6) for row in range(9)}
+    model.begin_step([batch_row(tokens, 0, [5])])
+    (trunk,) = model.sync([request_step(tokens)], [0])
+    assert trunk is not None
+    model.extend([trunk], [[7, 8, 9]])
+    expected = model.all_logits(trunk)
+    model.rewind(trunk, trunk.length - 2)
+    assert torch.equal(model.logits([trunk])[0], expected[1])
+    model.extend([trunk], [[8]])
+    assert torch.allclose(model.logits([trunk])[0], expected[2])
+    model.extend([trunk], [[9, 10, 11, 12]])  # the fifth token behind the only scratch block
+    assert not trunk.alive
+    with pytest.raises(ValueError, match="found no room"):
+        model.logits([trunk])
+    (again,) = model.sync([request_step(tokens)], [0])
+    assert again is not None
+    with pytest.raises(ValueError, match="at least one token"):
+        model.extend([again], [[]])
+
+
+def test_rows_of_the_target_whose_tokens_are_certain() -> None:
+    """A prompt's chunk, a chain of which two are accepted, a tree, a step without a draft."""
+    step = Step(
+        ("a", "b", "c", "d"),
+        [[], [5, 6, 7], [5, 6, 7, 8], []],
+        [4, 4, 5, 1],
+    )
+    new_tokens: list[list[int]] = [[], [5, 6, 9], [7, 8, 1], [3]]
+    chains = state_rows(step, [0, 4, 8, 13], new_tokens)
+    assert [rows.tolist() for rows in chains] == [[0, 1, 2, 3], [4, 5, 6], [8, 9, 10], [13]]
+    accepted = np.array([[-1, -1], [0, 1], [1, 3], [-1, -1]])
+    step.walk = Walk(accepted, np.full((4, 3), -1), np.array([0, 2, 2, 0]))
+    trees = state_rows(step, [0, 4, 8, 13], new_tokens)
+    assert [rows.tolist() for rows in trees] == [[0, 1, 2, 3], [4, 5, 6], [8, 10, 12], [13]]
+
+
+def draft(num_states: int, layers: tuple[int, ...] | None) -> Any:
+    from vllm_spec_ext.engine.models.eagle_checkpoint import Eagle3Facts
+
+    facts = Eagle3Facts(num_states, layers, 8, 8, 16)
+    return SimpleNamespace(name="head", eagle3=facts, model_config=SimpleNamespace(model="x"))
+
+
+def test_layers_that_heads_read() -> None:
+    found = layers_by_model([draft(3, None), draft(2, (9, 4)), draft(0, None)], (2, 8, 13))
+    assert found == [(2, 8, 13), (4, 9), ()]
+    with pytest.raises(UnsupportedError, match=r"found 2 layers of the target, \[1, 2\].*3 diff"):
+        layers_by_model([draft(3, None)], (2, 2, 1))
+    final, *rest = [torch.full((1, 1), float(i)) for i in range(4)]
+    assert pick(final, rest, (2, 4, 9), (4, 9)) == rest[1:]
+    assert pick(final, None, (), ()) == [final]

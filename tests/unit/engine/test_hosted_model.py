@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The books of draft models against dense computation, on a toy of paged attention.
+
+Every row of logits that a proposer could see is compared. Three negative controls take out one
+part of the bookkeeping each; without them the comparison would prove nothing.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from paged_toy import VOCAB, ToyModel, ToyRequest, ToyScheduler
+
+from vllm_spec_ext.engine.models.batch_events import BlockEvents
+from vllm_spec_ext.engine.models.branches import Scratch
+from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
+from vllm_spec_ext.engine.models.forward_times import ForwardTimes
+from vllm_spec_ext.engine.models.hosted_model import BatchRow, HostedModel
+from vllm_spec_ext.proposers.models import Branch
+from vllm_spec_ext.proposers.records import RequestStep
+
+BLOCK, BLOCKS, SCRATCH = 4, 40, 24
+PREFIXES = [[i % VOCAB for i in range(20)], [(3 * i + 1) % VOCAB for i in range(13)]]
+
+
+def hosted(
+    runner: Any,
+    max_model_len: int = 64,
+    max_rows: int = 40,
+    scratch: int = SCRATCH,
+    vocab: int = VOCAB,
+) -> HostedModel:
+    model = HostedModel(
+        "toy",
+        runner,
+        num_ids=VOCAB,
+        vocab_size=vocab,
+        max_model_len=max_model_len,
+        max_rows=max_rows,
+    )
+    model.bind(BLOCKS, BLOCK, range(BLOCKS, BLOCKS + scratch))
+    return model
+
+
+@dataclass
+class Simulation:
+    """Requests come and go while a random proposer uses two models; counts wrong rows."""
+
+    seed: int
+    skip: float = 0.3  # of the steps, in which nothing is drafted
+    rows: int = 0
+    wrong: int = 0
+    found_no_room: int = 0
+    behind: int = 0
+    texts: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        size = BLOCKS + SCRATCH
+        self.toys = [ToyModel(seed, size, BLOCK) for seed in (1, 2)]
+        self.models = [hosted(self.toys[0]), hosted(self.toys[1], max_model_len=30)]
+        self.scheduler = ToyScheduler(BLOCKS, BLOCK, 24, self.rng)
+
+    def run(self, num_steps: int) -> "Simulation":
+        for number in range(num_steps):
+            while len(self.scheduler.waiting) < 2:
+                prompt = list(self.rng.choice(PREFIXES))[: self.rng.randint(5, 20)]
+                prompt += [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 6))]
+                name = f"{number}-{len(self.scheduler.waiting)}"
+                self.scheduler.waiting.append(
+                    ToyRequest(name, prompt, len(prompt), self.rng.randint(2, 25))
+                )
+            self.step()
+        return self
+
+    def step(self) -> None:
+        step = self.scheduler.step(self.truth)
+        for model in self.models:
+            update(model, step.events)
+            model.begin_step(step.rows)
+        requests = [
+            RequestStep(r.name, np.array(r.tokens, np.int32), r.num_prompt, r.tokens[-n:], 4)
+            for r, n in zip(step.decoded, step.new_tokens, strict=True)
+        ]
+        if self.rng.random() >= self.skip:
+            for model, toy in zip(self.models, self.toys, strict=True):
+                if self.rng.random() < 0.9:
+                    drafts = self.draft(model, toy, requests)
+                    for index, tokens in drafts.items():
+                        step.decoded[index].draft = tokens
+        for model in self.models:
+            model.end_step(bool(requests))
+        ended = BlockEvents()
+        self.scheduler.end(ended)
+        for model in self.models:
+            update(model, ended)
+
+    def truth(self, tokens: Sequence[int]) -> int:
+        """The target agrees with the first model three times in four."""
+        if hash(tuple(tokens)) % 4:
+            return int(self.toys[0].dense(tokens)[-1].argmax())
+        return hash(tuple(tokens)) % VOCAB
+
+    def draft(
+        self, model: HostedModel, toy: ToyModel, requests: Sequence[RequestStep]
+    ) -> dict[int, list[int]]:
+        """Use a model in every way; returns a path of drafted tokens for some requests."""
+        rows = [row for row in range(len(requests)) if self.rng.random() < 0.9]
+        suffixes = None
+        if self.rng.random() < 0.3:
+            suffixes = [self.some_tokens(0, 3) for _ in rows]
+        trunks = model.sync(requests, rows, suffixes)
+        self.behind += sum(
+            trunk is None and len(requests[row].token_ids) + 3 <= model.max_model_len
+            for row, trunk in zip(rows, trunks, strict=True)
+        )
+        for place, trunk in enumerate(trunks):
+            if trunk is None:
+                continue
+            suffix = [] if suffixes is None else suffixes[place]
+            text = [*requests[rows[place]].token_ids.tolist(), *suffix]
+            assert trunk.length == len(text)
+            self.note(trunk, text)
+            self.compare(model, toy, trunk, len(suffix))
+        live: list[Branch] = [trunk for trunk in trunks if trunk is not None]
+        for _ in range(self.rng.randint(0, 4)):
+            origins = [branch for branch in live if self.rng.random() < 0.4]
+            for origin, twin in zip(origins, model.fork(origins), strict=True):
+                if twin is None:
+                    self.found_no_room += 1
+                    continue
+                self.note(twin, list(self.text(origin)))
+                self.compare(model, toy, twin, 0)
+                live.append(twin)
+            grown = [branch for branch in live if self.rng.random() < 0.8]
+            more = [
+                [int(toy.dense(self.text(branch))[-1].argmax())]
+                if self.rng.random() < 0.6
+                else self.some_tokens(1, 4)
+                for branch in grown
+            ]
+            model.extend(grown, more)
+            for branch, tokens in zip(grown, more, strict=True):
+                if not branch.alive:
+                    self.found_no_room += 1
+                    live.remove(branch)
+                    continue
+                self.note(branch, self.text(branch) + tokens)
+                self.compare(model, toy, branch, len(tokens))
+                if self.rng.random() < 0.2:
+                    length = branch.length - self.rng.randint(1, len(tokens))
+                    others = [other.length for other in live if other is not branch]
+                    if all(other <= length for other in others):
+                        model.rewind(branch, length)
+                        self.note(branch, self.text(branch)[:length])
+                        self.compare(model, toy, branch, 0, after_rewind=True)
+        return {
+            branch.request: self.text(branch)[len(requests[branch.request].token_ids) :]
+            for branch in live
+        }
+
+    def compare(
+        self,
+        model: HostedModel,
+        toy: ToyModel,
+        branch: Branch,
+        num: int,
+        after_rewind: bool = False,
+    ) -> None:
+        """The logits behind a branch, and those of its last pass."""
+        text = self.text(branch)
+        dense = toy.dense(text)
+        found = model.logits([branch])
+        assert found.shape == (1, VOCAB)
+        rows = found if after_rewind else torch.cat([model.all_logits(branch), found])
+        expected = dense[len(dense) - 1 - (0 if after_rewind else num) :]
+        assert len(rows) == len(expected)
+        bad = ~np.isclose(rows.numpy(), expected, atol=1e-5).all(axis=1)
+        self.rows += len(rows)
+        self.wrong += int(bad.sum())
+
+    def some_tokens(self, low: int, high: int) -> list[int]:
+        return [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(low, high))]
+
+    def note(self, branch: Branch, text: list[int]) -> None:
+        self.texts[id(branch)] = text
+
+    def text(self, branch: Branch) -> list[int]:
+        return self.texts[id(branch)]
+
+
+def update(model: HostedModel, events: BlockEvents) -> None:
+    """As the host does it."""
+    model.forget(events.gone)
+    model.blocks.copied(events.copied)
+    for blocks in events.allocated:
+        model.blocks.allocate(blocks)
+    for blocks, num_computed in events.entered:
+        model.blocks.enter(blocks, num_computed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_row_equals_a_dense_computation(seed: int) -> None:
+    simulation = Simulation(seed).run(80)
+    scheduler = simulation.scheduler
+    assert simulation.wrong == 0
+    assert simulation.rows > 1500
+    assert scheduler.num_hits > 50
+    assert scheduler.num_preempted > 3
+    assert scheduler.num_sessions > 3
+    assert simulation.behind > 0  # some needed several steps to catch up
+    assert all(model.scratch.most_used > 3 for model in simulation.models)
+
+
+@pytest.mark.parametrize("seed", range(1))
+def test_without_skipped_steps_nobody_falls_behind(seed: int) -> None:
+    simulation = Simulation(seed, skip=0.0).run(60)
+    assert simulation.wrong == 0
+
+
+def no_copy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ToyModel, "copy_blocks", lambda self, pairs: None)
+
+
+def no_forgetting(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostedModel, "forget", lambda self, ids: None)
+
+
+def no_invalidation(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FilledBlocks, "allocate", lambda self, blocks: None)
+    patch.setattr(FilledBlocks, "enter", lambda self, blocks, num_computed: None)
+
+
+def no_truncation(patch: pytest.MonkeyPatch) -> None:
+    """A session goes on in a block whose last position holds the token that was taken back."""
+    enter = FilledBlocks.enter
+
+    def enter_rounded(self: FilledBlocks, blocks: Sequence[int], num_computed: int) -> None:
+        enter(self, blocks, -(-num_computed // BLOCK) * BLOCK)
+
+    patch.setattr(FilledBlocks, "enter", enter_rounded)
+
+
+def tail_of_scratch(patch: pytest.MonkeyPatch) -> None:
+    """The prototype's bug: KV that went to scratch blocks counts, too."""
+
+    def note(self: Any, trunk: Any, start: int, tokens: Sequence[int]) -> None:
+        known = self._known[trunk.request_id]
+        if start == known.tail_start + len(known.tail):
+            known.tail += tokens
+
+    patch.setattr(HostedModel, "_note_tail", note)
+
+
+@pytest.mark.parametrize(
+    "mutate", [no_copy, no_forgetting, no_invalidation, no_truncation, tail_of_scratch]
+)
+def test_rows_are_wrong_without(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    assert any(Simulation(seed).run(50).wrong for seed in range(8))
+
+
+def one_request(tokens: Sequence[int], blocks: Sequence[int]) -> tuple[BatchRow, RequestStep]:
+    ids = np.array(tokens, np.int32)
+    row = BatchRow("a", np.array(blocks, np.int32), ids, False)
+    return row, RequestStep("a", ids, 1, tokens[-1:], 4)
+
+
+def test_a_branch_without_room_dies_and_the_others_live() -> None:
+    toy = ToyModel(1, BLOCKS + 2, BLOCK)
+    model = hosted(toy, scratch=2)
+    row, request = one_request([1, 2, 3, 4, 5, 6], [1, 2])
+    model.begin_step([row])
+    (trunk,) = model.sync([request], [0])
+    assert trunk is not None
+    twins = model.fork([trunk, trunk, trunk])
+    assert [twin is None for twin in twins] == [False, False, True]
+    assert twins[0] is not None
+    model.extend([twins[0], trunk], [[7, 8, 9], [7]])  # the first one would need a third block
+    assert not twins[0].alive
+    assert trunk.alive
+    with pytest.raises(ValueError, match="found no room"):
+        model.logits([twins[0]])
+    expected = toy.dense([1, 2, 3, 4, 5, 6, 7])[-1]
+    assert np.allclose(model.logits([trunk])[0].numpy(), expected, atol=1e-5)
+    model.end_step(True)
+    assert not trunk.alive
+    assert model.scratch.take(2) is not None  # all free again
+
+
+def test_a_branch_never_gets_longer_than_the_model_can_read() -> None:
+    toy = ToyModel(1, BLOCKS + SCRATCH, BLOCK)
+    model = hosted(toy, max_model_len=8)
+    row, request = one_request(list(range(7)), [1, 2])
+    model.begin_step([row])
+    (trunk,) = model.sync([request], [0])
+    assert trunk is not None
+    model.extend([trunk], [[7]])
+    assert trunk.alive
+    model.extend([trunk], [[8]])
+    assert not trunk.alive
+    model.end_step(True)
+    row, request = one_request(list(range(9)), [1, 2, 3])
+    model.begin_step([row])
+    assert model.sync([request], [0]) == [None]
+
+
+def test_vocabularies_of_other_sizes() -> None:
+    toy = ToyModel(1, BLOCKS + SCRATCH, BLOCK)
+    for size in (VOCAB + 5, VOCAB - 5):
+        model = hosted(toy, vocab=size)
+        row, request = one_request([1, VOCAB + 3, 2], [1])
+        model.begin_step([row])
+        (trunk,) = model.sync([request], [0])
+        assert trunk is not None
+        found = model.logits([trunk])[0].numpy()
+        expected = toy.dense([1, VOCAB - 1, 2])[-1]  # an unknown id is read as the last one
+        assert found.shape == (size,)
+        assert np.allclose(found[:VOCAB], expected[:size], atol=1e-5)
+        assert (found[VOCAB:] == -np.inf).all()
+
+
+def test_unread_prompts_are_read_along_while_it_drafts() -> None:
+    toy = ToyModel(1, BLOCKS + SCRATCH, BLOCK)
+    model = hosted(toy)
+    ids = np.arange(8, dtype=np.int32)
+    chunk = BatchRow("a", np.array([1, 2], np.int32), ids, True)
+    model.begin_step([chunk])
+    model.end_step(could_draft=False)  # nothing to draft, but it might
+    assert model.counts.rows == 8
+    model.begin_step([])
+    model.end_step(could_draft=True)  # it could, and did not
+    chunk = BatchRow("b", np.array([3, 4], np.int32), ids, True)
+    model.begin_step([chunk])
+    model.end_step(could_draft=False)
+    assert model.counts.rows == 8
+
+
+def test_shared_blocks_are_read_once() -> None:
+    toy = ToyModel(1, BLOCKS + SCRATCH, BLOCK)
+    model = hosted(toy)
+    tokens = np.arange(10, dtype=np.int32)
+    rows = [
+        BatchRow(name, np.array([1, 2, last], np.int32), tokens, False)
+        for name, last in (("a", 3), ("b", 4))
+    ]
+    model.begin_step(rows)
+    requests = [RequestStep(row.request_id, tokens, 1, [9], 4) for row in rows]
+    trunks = model.sync(requests, [0, 1])
+    assert model.counts.rows == 10 + 2
+    expected = toy.dense(tokens.tolist())[-1]
+    for trunk in trunks:
+        assert trunk is not None
+        assert np.allclose(model.logits([trunk])[0].numpy(), expected, atol=1e-5)
+
+
+def test_a_failed_pass_leaves_nothing_marked() -> None:
+    toy = ToyModel(1, BLOCKS + SCRATCH, BLOCK)
+    model = hosted(toy)
+    row, request = one_request(list(range(9)), [1, 2, 3])
+    model.begin_step([row])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "forward", lambda plan: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.sync([request], [0])
+    (trunk,) = model.sync([request], [0])
+    assert trunk is not None
+    expected = toy.dense(list(range(9)))[-1]
+    assert np.allclose(model.logits([trunk])[0].numpy(), expected, atol=1e-5)
+
+
+def test_branches_end_with_their_step() -> None:
+    toy = ToyModel(1, BLOCKS + SCRATCH, BLOCK)
+    model = hosted(toy)
+    row, request = one_request([1, 2, 3], [1])
+    model.begin_step([row])
+    (trunk,) = model.sync([request], [0])
+    assert trunk is not None
+    (twin,) = model.fork([trunk])
+    assert twin is not None
+    model.end_step(True)
+    assert not trunk.alive
+    assert not twin.alive
+    num_rows = model.counts.rows
+    model.extend([trunk, twin], [[4], [4]])
+    assert model.fork([trunk, twin]) == [None, None]
+    assert model.counts.rows == num_rows
+
+
+def test_other_weights_forget_all_kv() -> None:
+    toy, other = ToyModel(1, BLOCKS + SCRATCH, BLOCK), ToyModel(5)
+    model = hosted(toy)
+    row, request = one_request(list(range(9)), [1, 2, 3])
+    model.begin_step([row])
+    model.sync([request], [0])
+    model.end_step(True)
+    names = ("embedding", "query", "key", "value", "head")
+    model.begin_step([row])
+    (trunk,) = model.sync([request], [0])
+    assert trunk is not None
+    model.reload((name, torch.from_numpy(getattr(other, name))) for name in names)
+    model.extend([trunk], [[3]])  # in mid-step: what it reads now counts for nothing
+    model.end_step(True)
+    model.begin_step([row])
+    (trunk,) = model.sync([request], [0])
+    assert trunk is not None
+    expected = other.dense(list(range(9)))[-1]
+    assert np.allclose(model.logits([trunk])[0].numpy(), expected, atol=1e-5)
+
+
+def test_rewinding_too_far_is_refused() -> None:
+    toy = ToyModel(1, BLOCKS + SCRATCH, BLOCK)
+    model = hosted(toy)
+    row, request = one_request([1, 2, 3], [1])
+    model.begin_step([row])
+    (trunk,) = model.sync([request], [0])
+    assert trunk is not None
+    model.extend([trunk], [[4]])
+    (twin,) = model.fork([trunk])
+    assert twin is not None
+    for branch, length in ((trunk, 2), (trunk, 5), (twin, 3)):
+        with pytest.raises(ValueError, match="cannot rewind a branch"):
+            model.rewind(branch, length)
+
+
+def test_requests_that_a_model_cannot_follow() -> None:
+    toy = ToyModel(1, BLOCKS + SCRATCH, BLOCK)
+    model = hosted(toy)
+    row, request = one_request([1, 2, 3], [1])
+    model.begin_step([BatchRow("a", row.blocks, row.tokens, False, has_ids=False)])
+    assert model.sync([request], [0]) == [None]
+    model.begin_step([])
+    assert model.sync([request], [0]) == [None]
+    assert model.counts.forwards == 0
+
+
+def test_scratch_gives_all_or_nothing() -> None:
+    scratch = Scratch(range(3))
+    assert scratch.take(2) == [0, 1]
+    assert scratch.take(2) is None
+    assert scratch.take(1) == [2]
+    scratch.free_all()
+    assert scratch.take(3) == [0, 1, 2]
+
+
+def test_times_grow_with_rows() -> None:
+    times = ForwardTimes()
+    assert times.estimate(1) is None
+    for _ in range(60):
+        times.observe(1, 0.010)
+        times.observe(8, 0.017)
+    times.observe(8, 5.0)  # another program had the processor
+    one, four, eight, sixteen = (times.estimate(n) for n in (1, 4, 8, 16))
+    assert one is not None
+    assert four is not None
+    assert eight is not None
+    assert sixteen is not None
+    assert one == pytest.approx(0.010, rel=0.01)
+    assert one < four < eight == pytest.approx(0.017, rel=0.4)
+    assert sixteen == pytest.approx(2 * eight)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a draft model must be to run beside a target; each reason told before weights load."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_spec_ext.engine.models.eagle_checkpoint import tensor_shapes
+from vllm_spec_ext.engine.models.eagle_checks import eagle3_reasons
+from vllm_spec_ext.engine.models.same_ids import why_ids_differ
+from vllm_spec_ext.errors import UnsupportedError, shown
+from vllm_spec_ext.proposers.models import ModelSpec
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+    from vllm.config.parallel import ParallelConfig
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+SHARED_BLOCKS = "the two share KV blocks and their block table"
+
+
+def check_draft_model(
+    spec: ModelSpec, draft: "ModelConfig", target: "ModelConfig", parallel: "ParallelConfig"
+) -> None:
+    """Refuse a draft model that cannot work.
+
+    Args:
+        spec: What the method asked for.
+        draft: vLLM's configuration of it.
+        target: The target's.
+        parallel: The target's, which the draft shares.
+
+    Raises:
+        UnsupportedError: With every reason found.
+    """
+    is_head = spec.kind == "eagle3"
+    reasons = list((_head_reasons if is_head else _reasons)(draft, target, parallel))
+    if reasons:
+        raise UnsupportedError(
+            f"draft model {spec.name} ({shown(spec.model)}) does not work beside "
+            f"{shown(target.model)}: " + "; and ".join(reasons)
+        )
+
+
+def _reasons(
+    draft: "ModelConfig", target: "ModelConfig", parallel: "ParallelConfig"
+) -> Iterator[str]:
+    if not draft.registry.is_text_generation_model(draft.architectures, draft):
+        yield (
+            f"found architecture {', '.join(draft.architectures)}, expected a model that "
+            "generates text; give the folder of one"
+        )
+        return
+    folder = Path(draft.model)
+    shape = tensor_shapes(folder).get("fc.weight") if folder.is_dir() else None
+    if shape is not None:
+        yield (
+            f"found an EAGLE head that is none of EAGLE-3 (fc.weight of shape {list(shape)}), "
+            "expected a model of its own or an EAGLE-3 checkpoint; use one of these, or vLLM's own "
+            'method "eagle"'
+        )
+        return
+    yield from _weights(draft)
+    yield from _kinds("the draft", draft)
+    yield from _kinds("the target", target)
+    yield from _parallel(draft, target, parallel)
+    difference = why_ids_differ(draft, target)
+    if difference is not None:
+        yield difference
+
+
+def _head_reasons(
+    draft: "ModelConfig", target: "ModelConfig", parallel: "ParallelConfig"
+) -> Iterator[str]:
+    """Of an EAGLE-3 head; it has the target's token ids, and mostly no tokenizer files."""
+    yield from _weights(draft)
+    yield from _kinds("the draft", draft)
+    yield from _kinds("the target", target)
+    yield from _parallel(draft, target, parallel)
+    yield from eagle3_reasons(draft, target)
+
+
+def _weights(draft: "ModelConfig") -> Iterator[str]:
+    folder = Path(draft.model)
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+        yield f"found no weights in {shown(draft.model)}, expected *.safetensors; copy them there"
+
+
+def _kinds(whose: str, config: "ModelConfig") -> Iterator[str]:
+    """Attention that does not live in one KV group of full attention."""
+    if config.is_encoder_decoder:
+        yield f"{whose} is an encoder-decoder model, expected a decoder-only one"
+    if config.is_multimodal_model and whose == "the draft":
+        yield f"{whose} is multi-modal, expected a model of text alone"
+    if config.is_hybrid or config.is_attention_free:
+        yield f"{whose} has layers without attention (linear or recurrent); {SHARED_BLOCKS}"
+    if config.use_mla:
+        yield f"{whose} has latent attention (MLA), expected full attention; {SHARED_BLOCKS}"
+    window = config.get_sliding_window()
+    kinds = set(getattr(config.hf_text_config, "layer_types", None) or ()) - {"full_attention"}
+    if window is not None or kinds:
+        found = f"a window of {window} tokens" if window is not None else ", ".join(sorted(kinds))
+        yield (
+            f"{whose} has {found}, expected full attention in all layers; {SHARED_BLOCKS}. Use a "
+            "model of full attention, or run it with --disable-sliding-window"
+        )
+    if config.attention_chunk_size:
+        yield f"{whose} has chunked attention, expected full attention; {SHARED_BLOCKS}"
+
+
+def _parallel(
+    draft: "ModelConfig", target: "ModelConfig", parallel: "ParallelConfig"
+) -> Iterator[str]:
+    size = parallel.tensor_parallel_size
+    heads = draft.model_arch_config.total_num_attention_heads
+    kv_heads = draft.get_total_num_kv_heads()
+    width = getattr(draft.hf_text_config, "intermediate_size", 0)
+    advice = "use a smaller size that divides them, or another draft model"
+    if heads % size:
+        yield (
+            f"found {heads} attention heads, expected a multiple of tensor_parallel_size={size}; "
+            f"{advice}"
+        )
+    elif kv_heads % size and size % kv_heads:
+        yield (
+            f"found {kv_heads} KV heads, expected a multiple or a divisor of "
+            f"tensor_parallel_size={size}; {advice}"
+        )
+    if isinstance(width, int) and width % size:
+        yield (
+            f"found an intermediate size of {width}, expected a multiple of "
+            f"tensor_parallel_size={size}; {advice}"
+        )
+    if parallel.data_parallel_size > 1 and (draft.is_moe or target.is_moe):
+        yield (
+            f"data_parallel_size={parallel.data_parallel_size} with a mixture of experts: its "
+            "replicas run their passes together, and drafting does not; set it to 1"
+        )

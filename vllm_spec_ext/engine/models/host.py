@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft models of one engine."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_spec_ext.engine.drafting.ranks import Ranks
+from vllm_spec_ext.engine.models.batch_events import BlockEvents
+from vllm_spec_ext.engine.models.draft_config import DraftConfig
+from vllm_spec_ext.engine.models.eagle_loading import load_eagle3
+from vllm_spec_ext.engine.models.eagle_model import EagleModel
+from vllm_spec_ext.engine.models.hosted_model import BatchRow, HostedModel
+from vllm_spec_ext.engine.models.loading import load
+from vllm_spec_ext.engine.models.paged_eagle import PagedEagle
+from vllm_spec_ext.engine.models.paged_model import PagedModel
+from vllm_spec_ext.engine.models.replay import SharedModel
+from vllm_spec_ext.engine.models.target_states import default_layers, layers_by_model, pick
+from vllm_spec_ext.engine.watching.model_counters import ModelCounterWriter
+
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
+
+
+class ModelHost:
+    """Owned by the drafter. All ranks run the models; rank 0 alone keeps books and decides."""
+
+    def __init__(self, configs: Sequence[DraftConfig]) -> None:
+        """Without models; :meth:`load` brings them."""
+        self._configs = configs
+        self.group = 0
+        """KV group that the models share with the target."""
+        self.paged: list[PagedModel] = []
+        self.models: list[HostedModel] = []
+        self._counters: list[ModelCounterWriter] = []
+        self._layers: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._configs)
+
+    @property
+    def layer_names(self) -> set[str]:
+        """Attention layers of all models."""
+        return {name for model in self.paged for name in model.layer_names}
+
+    @property
+    def heads(self) -> list[DraftConfig]:
+        """Those that read the target's hidden states."""
+        return [config for config in self._configs if config.eagle3 is not None]
+
+    @property
+    def reads_layers(self) -> bool:
+        """Whether any model reads hidden states of the target's layers, not the final one alone."""
+        return any(config.eagle3 and config.eagle3.num_states for config in self._configs)
+
+    def state_layers(self, default: tuple[int, ...]) -> tuple[int, ...]:
+        """Layers of the target whose output the models read, ascending.
+
+        Args:
+            default: For checkpoints that name none.
+        """
+        by_model = layers_by_model(self.heads, default)
+        return tuple(sorted({layer for layers in by_model for layer in layers}))
+
+    def load(
+        self,
+        vllm_config: "VllmConfig",
+        ranks: Ranks,
+        target: torch.nn.Module,
+        device: torch.device,
+        counter_folder: str | None,
+    ) -> None:
+        """Load the models, on every rank, once in the life of an engine.
+
+        Has to come before vLLM reads the KV specs of the layers.
+
+        Args:
+            vllm_config: The engine's.
+            ranks: The workers that run the models together.
+            target: With its weights.
+            device: Of the target.
+            counter_folder: Where this process counts for the front end; None = nowhere.
+        """
+        scheduler = vllm_config.scheduler_config
+        default = default_layers(target) if self.heads else ()
+        layers = iter(layers_by_model(self.heads, default))
+        self._layers = self.state_layers(default)
+        for index, config in enumerate(self._configs):
+            own = config.model_config
+            paged = (
+                load(vllm_config, own, index, device)
+                if config.eagle3 is None
+                else load_eagle3(vllm_config, own, index, target, device, next(layers))
+            )
+            self.paged.append(paged)
+            runner: Any = paged if ranks.is_alone else SharedModel(ranks, index, paged)
+            kind = HostedModel if config.eagle3 is None else EagleModel
+            hosted = kind(
+                config.name,
+                runner,
+                num_ids=own.get_vocab_size(),
+                vocab_size=vllm_config.model_config.get_vocab_size(),
+                max_model_len=config.max_model_len,
+                max_rows=scheduler.max_num_batched_tokens + scheduler.max_num_seqs,
+            )
+            self.models.append(hosted)
+            replica = vllm_config.parallel_config.data_parallel_index
+            self._counters.append(ModelCounterWriter(counter_folder, replica, index))
+        ranks.share_models(self.paged)
+
+    def bind(self, num_blocks: int, block_size: int, scratch: range) -> None:
+        """Start with empty KV, in the blocks of the requests and these scratch blocks."""
+        for model in self.models:
+            model.bind(num_blocks, block_size, scratch)
+
+    def update(self, events: BlockEvents) -> None:
+        """Blocks change hands, before a step runs."""
+        for model in self.models:
+            model.forget(events.gone)
+            model.blocks.copied(events.copied)
+            for blocks in events.allocated:
+                model.blocks.allocate(blocks)
+            for blocks, num_computed in events.entered:
+                model.blocks.enter(blocks, num_computed)
+
+    def see(
+        self, hidden_states: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor] | None
+    ) -> None:
+        """The hidden states of a step; on every rank, before any drafts.
+
+        Args:
+            hidden_states: [rows, hidden] of the final layer.
+            aux_hidden_states: [rows, hidden] of each layer that :meth:`state_layers` named.
+        """
+        for model in self.paged:
+            if isinstance(model, PagedEagle):
+                states = pick(hidden_states, aux_hidden_states, self._layers, model.layers)
+                model.begin_step(states)
+
+    def begin_step(self, rows: Sequence[BatchRow]) -> None:
+        """The target ran these rows, and drafting begins."""
+        for model in self.models:
+            model.begin_step(rows)
+
+    def end_step(self, could_draft: bool) -> float:
+        """Drafting is over; see :meth:`HostedModel.end_step`.
+
+        Returns:
+            Seconds of the step that went into unfinished prompts, which are no cost of drafts.
+        """
+        for model, counter in zip(self.models, self._counters, strict=True):
+            model.end_step(could_draft)
+            counts = model.counts
+            counter.show(counts.forwards, counts.rows, counts.seconds)
+        return sum(model.prompt_seconds for model in self.models)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes the draft models' layers out of the V1 runner's attention groups and into their own."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_spec_ext.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from vllm_spec_ext.engine.models.host import ModelHost
+
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+"""Attention backends whose metadata builders take any number of requests, as trees need, too."""
+
+
+def kv_group_of(runner: "GPUModelRunner", layer_names: set[str]) -> int:
+    """The KV group that these layers share with the target.
+
+    Raises:
+        UnsupportedError: There is none.
+    """
+    for index, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+        if layer_names <= set(group.layer_names):
+            if layer_names == set(group.layer_names):
+                break  # without any layer of the target
+            return index
+    raise UnsupportedError(
+        "the draft models' attention layers are not in one KV group with the target's, so they "
+        "have no block table in common; expected full attention in the target and in the drafts, "
+        "with KV of one data type"
+    )
+
+
+def bind_models(
+    host: "ModelHost",
+    runner: "GPUModelRunner",
+    scratch: range,
+    kv_by_layer: Mapping[str, torch.Tensor],
+) -> None:
+    """Give the models their caches and metadata builders; the target's step forgets their layers.
+
+    After this, vLLM builds metadata for the target's layers alone, and tree verification sees only
+    these.
+
+    Args:
+        host: With loaded models.
+        runner: Its KV cache initialised.
+        scratch: Ids of the scratch blocks; those before are the requests'.
+        kv_by_layer: Caches by the scheduler's blocks.
+    """
+    host.group = index = kv_group_of(runner, host.layer_names)
+    for groups in runner.attn_groups:
+        for group in groups:
+            group.layer_names[:] = [
+                name for name in group.layer_names if name not in host.layer_names
+            ]
+        groups[:] = [group for group in groups if group.layer_names]
+    num_blocks = runner.kv_cache_config.num_blocks
+    for paged in host.paged:
+        made = _attention_groups(runner, paged.layer_names, index)
+        for group in made:
+            group.create_metadata_builders(
+                paged.vllm_config, runner.device, runner._kernel_block_sizes[index]
+            )
+            _check(group)
+        caches = [kv_by_layer[name] for name in paged.layer_names]
+        paged.bind(made, caches, num_blocks)
+    host.bind(scratch.start, runner.input_batch.block_table[index].block_size, scratch)
+
+
+def _attention_groups(
+    runner: "GPUModelRunner", layer_names: Sequence[str], index: int
+) -> list[AttentionGroup]:
+    """One group for each kind of layer (vLLM 0.32 ``GPUModelRunner.initialize_attn_backend``)."""
+    spec = runner.kv_cache_config.kv_cache_groups[index].kv_cache_spec
+    layers = runner.compilation_config.static_forward_context
+    groups: list[AttentionGroup] = []
+    kinds: list[tuple[str, KVCacheSpec, int]] = []
+    for name in layer_names:
+        own = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        backend = layers[name].get_attn_backend()
+        kind = (backend.full_cls_name(), own, layers[name].num_heads)
+        if kind in kinds:
+            groups[kinds.index(kind)].layer_names.append(name)
+            continue
+        kinds.append(kind)
+        groups.append(AttentionGroup(backend, [name], own, index))
+    return groups
+
+
+def _check(group: AttentionGroup) -> None:
+    backend = group.backend.get_name()
+    if backend not in BACKENDS:
+        raise UnsupportedError(
+            f"draft models: found attention backend {backend}, expected one of "
+            f"{', '.join(BACKENDS)}; choose one with --attention-backend"
+        )
+    if group.kernel_block_size is not None:
+        raise UnsupportedError(
+            "draft models: the attention kernel splits KV blocks; choose its own size with "
+            "--block-size"
+        )

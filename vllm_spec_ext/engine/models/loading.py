@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads draft models by vLLM's own loader, so that their layers are layers of the engine.
+
+A prefix keeps their names apart from the target's. Once in the static forward context they are
+found by ``get_kv_cache_spec``, so vLLM itself counts their KV and puts them into the target's KV
+group: one block table for all.
+"""
+
+from copy import copy
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.config.utils import replace
+from vllm.model_executor.model_loader import get_model
+
+from vllm_spec_ext.engine.models.paged_model import PagedModel
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+    from vllm.config.vllm import VllmConfig
+
+
+def draft_vllm_config(vllm_config: "VllmConfig", model_config: "ModelConfig") -> "VllmConfig":
+    """The engine's configuration with another model in it, as vLLM makes it for its drafters.
+
+    (vLLM 0.32 ``DraftModelProposer._create_draft_vllm_config``.) The attention layers register in
+    the same compilation configuration, which is therefore shared.
+    """
+    return replace(
+        vllm_config,
+        quant_config=None,  # the draft's own says it
+        lora_config=None,
+        # Making a VllmConfig writes whether its model is a mixture of experts there.
+        parallel_config=copy(vllm_config.parallel_config),
+        attention_config=replace(vllm_config.attention_config, backend=None),
+        model_config=model_config,
+    )
+
+
+def load(
+    vllm_config: "VllmConfig", model_config: "ModelConfig", index: int, device: torch.device
+) -> PagedModel:
+    """Load one model.
+
+    Args:
+        vllm_config: The engine's.
+        model_config: The draft's own, made by the front end.
+        index: Of the model, for the names of its layers.
+        device: Of the target.
+    """
+    own = draft_vllm_config(vllm_config, model_config)
+    layers = vllm_config.compilation_config.static_forward_context
+    before = set(layers)
+    # vLLM reads the layer's number off its name, which may hold no other integer between dots.
+    module: torch.nn.Module = get_model(vllm_config=own, prefix=f"spec_ext_draft{index}x")
+    names = [name for name in layers if name not in before]
+    return PagedModel(module.eval(), own, names, device)

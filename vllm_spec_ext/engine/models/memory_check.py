@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether target, draft models and their KV can fit at all; what can be known before they load."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.platforms import current_platform
+
+from vllm_spec_ext.engine.models.draft_config import DraftConfig
+from vllm_spec_ext.engine.starting.scratch import num_scratch_blocks
+from vllm_spec_ext.errors import SpecExtError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config.model import ModelConfig
+    from vllm.config.parallel import ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_GIB = 1 << 30
+
+
+def block_bytes(config: "ModelConfig", parallel: "ParallelConfig", block_size: int) -> int:
+    """A KV block of all layers of a model, on one rank."""
+    dtype: torch.dtype = config.dtype
+    heads = config.get_num_kv_heads(parallel)
+    size = int(config.get_head_size())
+    return 2 * config.get_num_layers(parallel) * heads * size * dtype.itemsize * block_size
+
+
+def weight_bytes(model: str) -> int:
+    """Weights in a folder; 0 where they are not known, as of a name on the Hub."""
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+
+
+def check_memory(
+    args: "EngineArgs",
+    target: "ModelConfig",
+    parallel: "ParallelConfig",
+    drafts: Sequence[DraftConfig],
+    tree: bool,
+    num_draft_tokens: int,
+) -> None:
+    """Refuse what cannot fit, before weights load.
+
+    Only lower bounds are known here; vLLM measures the rest when it starts.
+
+    Args:
+        args: ``EngineArgs``.
+        target: Its ``ModelConfig``.
+        parallel: Its ``ParallelConfig``.
+        drafts: The models beside it.
+        tree: Drafts may have branches.
+        num_draft_tokens: Most draft tokens of a request.
+
+    Raises:
+        SpecExtError: Weights, or the KV of one request and the scratch blocks, take more.
+    """
+    if not drafts:
+        return
+    block_size = args.block_size or (128 if current_platform.is_cpu() else 16)
+    configs = [target, *(draft.model_config for draft in drafts)]
+    each = sum(block_bytes(config, parallel, block_size) for config in configs)
+    num_scratch = num_scratch_blocks(tree, num_draft_tokens, args.max_num_seqs or 1, block_size)
+    needed = -(-target.max_model_len // block_size) + 1 + num_scratch  # one is vLLM's null block
+    given = args.kv_cache_memory_bytes
+    if given is not None and needed * each > given:
+        own = block_bytes(target, parallel, block_size)
+        raise SpecExtError(
+            f"too little KV cache for {len(drafts)} draft model(s): found kv_cache_memory_bytes="
+            f"{given}, expected at least {needed * each}: a block takes {each} bytes ({own} of the "
+            f"target), and {needed} blocks of {block_size} tokens are needed, {num_scratch} "
+            f"for branches and the others for one request of {target.max_model_len} tokens. Raise "
+            "--kv-cache-memory-bytes, lower --max-model-len or --max-num-seqs, or use fewer or "
+            "smaller draft models"
+        )
+    weights = sum(weight_bytes(config.model) for config in configs) // parallel.tensor_parallel_size
+    total = int(current_platform.get_device_total_memory())
+    if weights + needed * each > total:
+        raise SpecExtError(
+            f"too little memory for {len(drafts)} draft model(s): found {total / _GIB:.1f} GiB, "
+            f"expected at least {(weights + needed * each) / _GIB:.1f} GiB a rank: "
+            f"{weights / _GIB:.1f} GiB of weights, of target and drafts, and "
+            f"{needed * each / _GIB:.1f} GiB of KV for one request. Use fewer or smaller draft "
+            "models, more tensor parallelism, or lower --max-model-len"
+        )

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes of a draft model over vLLM's V1 KV cache; one on every tensor-parallel rank.
+
+The model's layers are ordinary attention layers of the engine: vLLM gave them caches in the
+target's KV group, and we build their metadata as vLLM does for its own drafters (vLLM 0.32
+``SpecDecodeBaseProposer.initialize_attn_backend``). Each part of a pass is a request of its own to
+attention, so any backend that is causal over block tables will do.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.config.vllm import set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.utils import AttentionGroup
+
+from vllm_spec_ext.engine.models.forward_pass import ForwardPass
+from vllm_spec_ext.engine.trees.block_copies import copy_layer_blocks
+
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
+
+
+class PagedModel:
+    """One draft model on one rank; does as it is told."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        vllm_config: "VllmConfig",
+        layer_names: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        """Without caches.
+
+        Args:
+            module: vLLM's model.
+            vllm_config: The engine's, with the draft's own model in it.
+            layer_names: Its attention layers.
+            device: Of its weights.
+        """
+        self.module = module
+        self.layer_names = list(layer_names)
+        self.vllm_config = vllm_config
+        self._device = device
+
+    def bind(
+        self, groups: Sequence[AttentionGroup], caches: Sequence[torch.Tensor], num_blocks: int
+    ) -> None:
+        """Use these caches.
+
+        Args:
+            groups: Its attention layers, with metadata builders.
+            caches: Of its layers, addressed by the scheduler's block ids.
+            num_blocks: Blocks of each, scratch included.
+        """
+        self._groups = list(groups)
+        self._caches = list(caches)
+        self._num_blocks = num_blocks
+
+    @torch.inference_mode()
+    def forward(self, plan: ForwardPass) -> torch.Tensor:
+        """Write the KV of all rows; logits [len(plan.wanted), own vocabulary]."""
+        slots = self._on_device(plan.slots)
+        common = self._common_metadata(plan, slots)
+        metadata = {
+            name: built
+            for group in self._groups
+            for built in [group.build_metadata_for_drafting(common, 0)]
+            for name in group.layer_names
+        }
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=plan.num_rows,
+            slot_mapping=dict.fromkeys(self.layer_names, slots),
+            skip_compiled=True,
+        ):
+            hidden = self._run(plan)
+        if not len(plan.wanted):
+            return torch.empty(0, 0)
+        if len(plan.wanted) < plan.num_rows:
+            hidden = hidden[self._on_device(plan.wanted)]
+        logits: torch.Tensor = self.module.compute_logits(hidden)
+        if self._device.type != "cpu":
+            # Its caller measures the time; what follows needs the tokens on the host anyway.
+            torch.accelerator.synchronize(self._device)
+        return logits
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy KV blocks of this model, (from, to); no block is on both sides."""
+        copy_layer_blocks(self._caches, self._num_blocks, pairs)
+
+    def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Other weights, by their names in the checkpoint; packed again where the platform does."""
+        with set_current_vllm_config(self.vllm_config):
+            reload_weights(self.vllm_config, self.module, iter(weights), None, True)
+
+    def _run(self, plan: ForwardPass) -> torch.Tensor:
+        """[num_rows, hidden] what logits are made of."""
+        hidden: torch.Tensor = self.module(
+            input_ids=self._on_device(plan.ids),
+            positions=self._on_device(plan.positions),
+            inputs_embeds=None,
+        )
+        return hidden
+
+    def _common_metadata(self, plan: ForwardPass, slots: torch.Tensor) -> CommonAttentionMetadata:
+        starts = np.zeros(len(plan.query_lens) + 1, np.int32)
+        np.cumsum(plan.query_lens, out=starts[1:])
+        starts_cpu, seq_lens = torch.from_numpy(starts), torch.from_numpy(plan.seq_lens)
+        return CommonAttentionMetadata(
+            query_start_loc=starts_cpu.to(self._device, non_blocking=True),
+            query_start_loc_cpu=starts_cpu,
+            seq_lens=seq_lens.to(self._device, non_blocking=True),
+            seq_lens_cpu_upper_bound=seq_lens,
+            num_reqs=len(plan.query_lens),
+            num_actual_tokens=plan.num_rows,
+            max_query_len=int(plan.query_lens.max()),
+            max_seq_len=int(plan.seq_lens.max()),
+            block_table_tensor=self._on_device(plan.tables),
+            slot_mapping=slots,
+            causal=True,
+        )
+
+    def _on_device(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

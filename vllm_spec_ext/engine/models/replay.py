@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: what rank 0 lets its draft models compute, all ranks compute.
+
+The other ranks keep no books. Block ids mean the same on every rank, so the plan of a pass is all
+that they need.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from vllm_spec_ext.engine.models.forward_pass import ForwardPass
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_spec_ext.engine.drafting.ranks import Ranks
+    from vllm_spec_ext.engine.models.paged_model import PagedModel
+
+
+class Work(Protocol):
+    """A message to the other ranks."""
+
+    def run(self, models: "Sequence[PagedModel]") -> "torch.Tensor | None":
+        """Do it on this rank."""
+
+
+@dataclass(frozen=True)
+class RunPass:
+    """A forward pass of one model."""
+
+    index: int
+    plan: ForwardPass
+
+    def run(self, models: "Sequence[PagedModel]") -> "torch.Tensor | None":
+        """Its logits."""
+        return models[self.index].forward(self.plan)
+
+
+@dataclass(frozen=True)
+class CopyBlocks:
+    """Copies of KV blocks of one model."""
+
+    index: int
+    pairs: tuple[tuple[int, int], ...]
+
+    def run(self, models: "Sequence[PagedModel]") -> None:
+        """Copy."""
+        models[self.index].copy_blocks(self.pairs)
+
+
+@dataclass(frozen=True)
+class Reload:
+    """Other weights of one model, whole ones: each rank takes its part."""
+
+    index: int
+    weights: "tuple[tuple[str, torch.Tensor], ...]"  # on the CPU
+
+    def run(self, models: "Sequence[PagedModel]") -> None:
+        """Load."""
+        models[self.index].reload(self.weights)
+
+
+class SharedModel:
+    """A model as rank 0 sees it, if there are others."""
+
+    def __init__(self, ranks: "Ranks", index: int, model: "PagedModel") -> None:
+        """Wrap this rank's part."""
+        self._ranks = ranks
+        self._index = index
+
+    def forward(self, plan: ForwardPass) -> "torch.Tensor":
+        """See :meth:`.paged_model.PagedModel.forward`."""
+        logits = self._ranks.work_together(RunPass(self._index, plan))
+        assert logits is not None
+        return logits
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See :meth:`.paged_model.PagedModel.copy_blocks`."""
+        self._ranks.work_together(CopyBlocks(self._index, tuple(pairs)))
+
+    def reload(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """See :meth:`.paged_model.PagedModel.reload`."""
+        on_cpu = tuple((name, tensor.cpu()) for name, tensor in weights)
+        self._ranks.work_together(Reload(self._index, on_cpu))
