@@ -24,7 +24,7 @@ class EngineParts:
             "target": runner.get_model(),
             **{f"KV cache {i}": cache for i, cache in enumerate(runner.kv_caches)},
         }
-        drafter = getattr(runner, "drafter", None)
+        drafter: Any = getattr(runner, "drafter", None)
         if hasattr(drafter, "models"):  # one of ours
             parts |= {"drafter": drafter, "proposer": drafter._proposer, "models": drafter.models}
             for i, paged in enumerate(drafter.models.paged):

@@ -15,8 +15,8 @@ from scenarios import SCENARIOS
 from test_blockwise_engine import save_random_heads
 from tiny_engine import start_engine
 
-METHODS: dict[str, dict[str, Any] | None] = {
-    "plain": None,  # else this would be vLLM's doing
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {},  # else what follows would be vLLM's doing
     "chain": {"method": "input_copy", "num_speculative_tokens": 8},
     "tree": {"method": "oracle", "num_speculative_tokens": 12, "branches": 4},
     "heads": {"method": "blockwise", "num_speculative_tokens": 3, "draw": True},
@@ -34,15 +34,15 @@ METHODS: dict[str, dict[str, Any] | None] = {
 @pytest.mark.usefixtures("_one_process_many_engines")
 @pytest.mark.parametrize("name", METHODS)
 def test_nothing_of_it_stays(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    config = METHODS[name]
+    config = dict(METHODS[name])
     if name == "heads":
-        config = config | {"model": str(save_random_heads(tmp_path / "heads"))}
+        config["model"] = str(save_random_heads(tmp_path / "heads"))
     elif name == "model":
-        config = config | {"model": str(tiny_model)}
+        config["model"] = str(tiny_model)
     elif name == "eagle":
-        config = config | {"models": [save_eagle3(tiny_model, tmp_path / "head"), str(tiny_model)]}
-    engine = start_engine(tiny_model, speculative_config=config)
-    knows = config is not None and config["method"] == "oracle"
+        config["models"] = [save_eagle3(tiny_model, tmp_path / "head"), str(tiny_model)]
+    engine = start_engine(tiny_model, speculative_config=config or None)
+    knows = config.get("method") == "oracle"
     scenario = SCENARIOS["mixed_lengths"]
     run(engine, scenario, [[1, 2, 3]] * len(scenario.prompts) if knows else None)
     parts = EngineParts(engine)
