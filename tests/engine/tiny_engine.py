@@ -20,10 +20,6 @@ ARGUMENTS: dict[str, Any] = {
 
 def start_engine(model: Path | str, **arguments: Any) -> Any:
     """An ``LLM``; other arguments than the model's win over :data:`ARGUMENTS`."""
-    import torch
     from vllm import LLM
 
-    engine = LLM(**{"model": str(model), **ARGUMENTS, **arguments})
-    # A second thread only spins for this model, ten times slower on a busy machine.
-    torch.set_num_threads(1)
-    return engine
+    return LLM(**{"model": str(model), **ARGUMENTS, **arguments})
