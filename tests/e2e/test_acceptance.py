@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from fenced_blocks import ROOT
-from published_runs import model_folder, vllm_spec
+from published_runs import ONE_PROCESS, model_folder, vllm_spec
 
 from vllm_spec_ext.bench import saved
 from vllm_spec_ext.bench.session import BenchResult
@@ -55,6 +55,7 @@ SETTINGS = {
     "max_tokens": 64,
     "repeats": 1,
     "dtype": "float32",
+    "engine_args": {"kv_cache_memory_bytes": 256 << 20},  # five engines are up at the same time
 }
 
 
@@ -86,7 +87,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchResult:
     folder = tmp_path_factory.mktemp("acceptance")
     config, result = folder / "bench.json", folder / "result.json"
     config.write_text(json.dumps({"model": model_folder(), **SETTINGS}))
-    done = vllm_spec("bench", "--config", str(config), "--json", str(result))
+    done = vllm_spec("bench", "--config", str(config), "--json", str(result), variables=ONE_PROCESS)
     assert done.returncode == 0, done.stderr  # float32: every answer identical
     return saved.load(result).result
 

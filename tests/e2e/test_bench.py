@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from published_runs import model_folder, vllm_spec
+from published_runs import ONE_PROCESS, model_folder, vllm_spec
 
 from vllm_spec_ext.bench.engine_client import EngineClient
 from vllm_spec_ext.bench.methods import Method
@@ -22,6 +22,8 @@ pytestmark = [
 
 # Without the draft budget: its clock may hold all drafts of a short test back.
 ALWAYS_DRAFTS = {"method": "input_copy", "adaptive_length": False}
+
+SMALL_CACHE = {"kv_cache_memory_bytes": 256 << 20}
 
 needs_plugin = pytest.mark.skipif(
     not any(entry.name == "spec_ext" for entry in entry_points(group="vllm.general_plugins")),
@@ -49,6 +51,7 @@ def test_bench_compares_methods_and_finds_identical_answers(model: str, tmp_path
         "repeats": 2,
         "batch_size": [1, 2],
         "dtype": "float32",
+        "engine_args": SMALL_CACHE,
     }
     config, result = tmp_path / "bench.json", tmp_path / "result.json"
     config.write_text(json.dumps(settings))
@@ -77,7 +80,10 @@ def test_bench_compares_methods_and_finds_identical_answers(model: str, tmp_path
 
 @needs_plugin
 def test_demo_runs_without_a_terminal(model: str) -> None:
-    done = vllm_spec("demo", "--model", model, "--num-prompts", "2", "--max-tokens", "24")
+    done = vllm_spec(
+        *("demo", "--model", model, "--num-prompts", "2", "--max-tokens", "24"),
+        variables=ONE_PROCESS,
+    )
     assert done.returncode == 0, done.stderr
     assert "\x1b[" not in done.stdout + done.stderr
     assert "[2/2] correction:" in done.stdout
@@ -93,6 +99,7 @@ def test_plan_measures_this_machine(model: str, tmp_path: Path) -> None:
         # So few steps that the draft budget of a fresh engine may allow next to nothing.
         *("--method", 'input_copy={"adaptive_length": false}'),
         *("--batch-size", "1,2", "--context", "32", "--json", str(result)),
+        variables=ONE_PROCESS,
     )
     assert done.returncode == 0, done.stderr
     data = json.loads(result.read_text())
@@ -112,7 +119,7 @@ def test_an_idle_engine_takes_no_cpu_time_once_paused(model: str, tmp_path: Path
     import psutil
 
     question = Question(1, "x", ({"role": "user", "content": "Count from one to ten."},))
-    args = {"max_model_len": 256, "max_num_seqs": 1}
+    args = {"max_model_len": 256, "max_num_seqs": 1, **SMALL_CACHE}
     with EngineClient("plain", tmp_path / "plain.log") as client:
         client.start(model, Method("plain", None), args, Sampling(16))
         client.prepare([question], 1, 1)

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 from fenced_blocks import ROOT
-from published_runs import OFFLINE_EXAMPLES, environment, model_folder, python_runs, server_runs
+from published_runs import (
+    OFFLINE_EXAMPLES,
+    ONE_PROCESS,
+    environment,
+    model_folder,
+    python_runs,
+    server_runs,
+)
 
 pytestmark = [
     pytest.mark.e2e,
@@ -66,7 +73,7 @@ def test_tree_example_accepts_what_the_model_drafts_for_itself() -> None:
         [sys.executable, str(ROOT / TREES), model_folder()],
         capture_output=True,
         text=True,
-        env=environment(),
+        env=environment(**ONE_PROCESS),
         timeout=400,
         check=False,
     )

@@ -3,13 +3,11 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from published_runs import model_folder
+from published_runs import ONE_PROCESS, model_folder, vllm_spec
 
 pytestmark = [
     pytest.mark.e2e,
@@ -24,10 +22,11 @@ pytestmark = [
 def test_a_step_of_a_real_request(tmp_path: Path) -> None:
     model = model_folder()
     svg = tmp_path / "tree.svg"
-    command = [sys.executable, "-m", "vllm_spec_ext.cli.main", "explain-step", "--json"]
-    command += ["--model", model, "--max-tokens", "24", "--svg", str(svg)]
-    command += ["--prompt", "Repeat this line three times: one two three one two three"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = vllm_spec(
+        *("explain-step", "--json", "--model", model, "--max-tokens", "24", "--svg", str(svg)),
+        *("--prompt", "Repeat this line three times: one two three one two three"),
+        variables=ONE_PROCESS,
+    )
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     nodes, new = len(shown["tokens"]), shown["new_tokens"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines on a tiny random model, in the test process, shared by all tests of the folder."""
 
+import gc
 import os
 import sys
 
@@ -10,12 +11,15 @@ os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_mem
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ["VLLM_SPEC_EXT_STRICT"] = "1"  # a proposer that fails must fail the test
+# Before torch is: a second thread only spins for these models, ten times slower on busy cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_engine import start_engine
 from tiny_model import build_tiny_model
 
 from vllm_spec_ext.proposers import registry
@@ -42,6 +46,9 @@ def _one_process_many_engines() -> Iterator[None]:
     does so after numba was imported (``dispatcher._rebind_kernels``), as the unit tests do
     when they are collected; once is enough, and llvmlite holds none of the kernels.
     """
+    # Here, because exceptions that modules keep from their import hold the callers' variables,
+    # engines among them.
+    import vllm.entrypoints.llm  # noqa: F401
     from vllm.triton_utils import dispatcher
 
     original = dispatcher.register_kernels
@@ -75,34 +82,22 @@ def _test_drafters() -> Iterator[None]:
     patch.undo()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_engine(tiny_model: Path, _one_process_many_engines: None) -> Iterator[EngineFactory]:
-    """Engines by their arguments; equal arguments share one engine."""
-    import torch
-    from vllm import LLM
+    """Engines by their arguments; equal arguments share one engine, and all end with the module.
 
+    All at once, because vLLM's process groups belong to the process: the first engine that ends
+    takes them from the others.
+    """
     engines: dict[str, Any] = {}
 
     def make(**arguments: Any) -> Any:
         key = repr(sorted(arguments.items()))
         if key not in engines:
-            defaults = {
-                "model": str(tiny_model),
-                "dtype": "float32",
-                "enforce_eager": True,
-                "max_model_len": 160,
-                "max_num_seqs": 8,
-                "max_num_batched_tokens": 96,
-                "block_size": 32,
-                "kv_cache_memory_bytes": 64 << 20,  # many engines live at once
-                "enable_prefix_caching": True,
-                "disable_log_stats": False,
-                "seed": 0,
-            }
-            engines[key] = LLM(**{**defaults, **arguments})
-            # A second thread only spins for this model, ten times slower on a busy machine.
-            torch.set_num_threads(1)
+            engines[key] = start_engine(**{"model": tiny_model, **arguments})
         return engines[key]
 
     yield make
-    engines.clear()
+    for key in list(engines):
+        engines.pop(key).llm_engine.engine_core.shutdown()
+    gc.collect()

@@ -2,7 +2,6 @@
 """States recorded while the data is generated are those that a second pass would give."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from vllm_spec_ext.training.hidden import has_recorded_states, live_states, reco
 from vllm_spec_ext.training.record_states import METHOD
 from vllm_spec_ext.training.shards import read_data
 from vllm_spec_ext.training.target import load_target, load_tokenizer
-
-KEPT: list[Any] = []  # an engine that ends takes the state that all engines of a process share
 
 
 @pytest.mark.usefixtures("_one_process_many_engines")
@@ -40,9 +37,7 @@ def test_recorded_states_are_the_targets(
         max_prompt_tokens=64,
         max_new_tokens=12,
     )
-    generator = vllm_generator(config)
-    KEPT.append(generator)
-    make_data(config, load_tokenizer(str(tiny_model)), lambda: generator)
+    make_data(config, load_tokenizer(str(tiny_model)), lambda: vllm_generator(config))
     data = read_data(config.data_folder)
     assert has_recorded_states(data)
     assert not list((config.data_folder / "recording").iterdir())

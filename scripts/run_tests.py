@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run all tests: ``make test`` and continuous integration call this.
+
+Each part is a pytest process of its own, which gives all its memory back when it ends. Where there
+are two cores or more, two parts run at a time, each on cores of its own: most of the time goes
+into starting engines, on one core, and engines that share cores wait for each other.
+
+Lines are shown as they come, with the part's name in front. What failed is shown again at the end,
+and the last line is pytest's, with the numbers of all parts together. The tests also fail if their
+processes together ever take more than :data:`MOST_MEMORY_GIB`.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PARTS = {  # those that take longest first
+    "engine": ["tests/engine"],
+    "e2e": ["tests/e2e"],
+    "unit": ["tests/unit"],
+}
+GIB = 1 << 30
+MOST_MEMORY_GIB = 10.0
+SAMPLE_S = 1.0
+SHOWN_AGAIN = 150  # lines of the tracebacks of a part
+PASSED, FAILED, STOPPED, NO_TESTS = 0, 1, 2, 5  # pytest's exit statuses after a closing line
+
+# "===== 3 failed, 1 passed in 1.23s =====", with -q without the frame
+CLOSING = re.compile(r"=* ?((?:\d+ \w+(?:, )?)+) in [\d.]+s(?: \([\d:]+\))? ?=*")
+SECTION = re.compile(r"=+ (.+) =+")
+
+
+@dataclass
+class Part:
+    """A pytest process and what it said."""
+
+    name: str
+    arguments: Sequence[str]
+    lines: list[str] = field(default_factory=list)
+    status: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def closing(self) -> str | None:
+        """Pytest's last line; None if it did not come so far."""
+        found = self.lines and CLOSING.fullmatch(self.lines[-1])
+        return found[1] if found else None
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Numbers of tests by what became of them."""
+        pairs = (pair.split() for pair in (self.closing or "").split(", ") if pair)
+        return Counter({word: int(number) for number, word in pairs})
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed."""
+        return self.status in (PASSED, NO_TESTS)
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the process itself; None if it came to its closing line."""
+        if self.status == NO_TESTS:
+            return None
+        if self.closing and self.status in (PASSED, FAILED, STOPPED):
+            return None
+        killed = " (killed, perhaps for want of memory)" if self.status == -9 else ""
+        return f"pytest ended with status {self.status}{killed}"
+
+    def section(self, *names: str) -> list[str]:
+        """Lines of the sections of these names, heads included."""
+        wanted, found = False, []
+        for line in self.lines:
+            head = SECTION.fullmatch(line)
+            if head:
+                wanted = head[1] in names
+            if wanted:
+                found.append(line)
+        return found
+
+    def failures(self) -> list[str]:
+        """The lines that name what failed."""
+        summary = self.section("short test summary info")
+        named = [line for line in summary if line.startswith(("FAILED", "ERROR"))]
+        return named + ([f"ERROR {self.name}: {self.problem}"] if self.problem else [])
+
+
+class Memory:
+    """Watches what this process and all below it hold."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "Memory":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(SAMPLE_S):
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes())
+
+    @staticmethod
+    def now_bytes() -> int:
+        """Resident memory; pages that several processes share count once each."""
+        total, this = 0, psutil.Process()
+        for process in (this, *this.children(recursive=True)):
+            try:
+                total += process.memory_info().rss
+            except psutil.Error:  # it has just ended
+                continue
+        return total
+
+
+def lanes(cores: Sequence[int], has_gpu: bool) -> list[list[int]]:
+    """Cores for each of the parts that run at a time; one part where they would share a GPU."""
+    if len(cores) < 2 or has_gpu:
+        return [list(cores)]
+    half = len(cores) // 2
+    return [list(cores[:half]), list(cores[half:])]
+
+
+class Runner:
+    """Runs the parts, in their order, in as many lanes as there are."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.waiting = deque(parts)
+        self._printing = threading.Lock()
+        self._stopped = False
+        self._running: list[subprocess.Popen[str]] = []
+
+    def run(self, cores_of_lanes: Sequence[Sequence[int]]) -> None:
+        """Return when all parts have ended; ends them on Ctrl-C."""
+        threads = [
+            threading.Thread(target=self._lane, args=(cores,), daemon=True)
+            for cores in cores_of_lanes
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self._stopped = True
+            for process in self._running:
+                process.terminate()
+            raise
+
+    def _lane(self, cores: Sequence[int]) -> None:
+        os.sched_setaffinity(0, cores)  # of this thread, and of the processes that it starts
+        while not self._stopped:
+            try:
+                part = self.waiting.popleft()
+            except IndexError:
+                return
+            self._run_part(part)
+
+    def _run_part(self, part: Part) -> None:
+        started = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *part.arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._running.append(process)
+        for line in process.stdout or ():
+            part.lines.append(line.rstrip("\n"))
+            with self._printing:
+                print(f"{part.name:>6} | {part.lines[-1]}", flush=True)
+        part.status = process.wait()
+        part.seconds = time.monotonic() - started
+
+
+def report(parts: Sequence[Part], peak_bytes: int, seconds: float) -> tuple[list[str], bool]:
+    """What stands at the end.
+
+    Args:
+        parts: All of them, ended.
+        peak_bytes: Memory of all processes together.
+        seconds: Of the whole.
+
+    Returns:
+        Lines: failures, one for each part, and pytest's for all; and whether nothing failed.
+    """
+    lines: list[str] = []
+    for part in parts:
+        traces = part.section("FAILURES", "ERRORS")
+        if part.problem:
+            traces = part.lines
+        if len(traces) > SHOWN_AGAIN:
+            lines.append(f"{part.name}: {len(traces) - SHOWN_AGAIN} lines more are further up")
+        lines += traces[-SHOWN_AGAIN:]
+    failures = [line for part in parts for line in part.failures()]
+    counts = sum((part.counts for part in parts), Counter[str]())
+    counts["error"] += counts.pop("errors", 0) + sum(part.problem is not None for part in parts)
+    peak = f"{peak_bytes / GIB:.1f} GiB"
+    too_much = peak_bytes > MOST_MEMORY_GIB * GIB
+    if too_much:
+        counts["error"] += 1
+        failures.append(
+            f"ERROR memory: the tests took {peak} at once, expected at most "
+            f"{MOST_MEMORY_GIB:g} GiB: which engines live longer than they are needed?"
+        )
+    lines += failures
+    for part in parts:
+        outcome = part.problem or part.closing or "no tests ran"
+        lines.append(f"{part.name}: {outcome} ({part.seconds:.0f} s)")
+    lines.append(f"memory: at most {peak} at once, all processes together")
+    words = [f"{counts[word]} {word}" for word in _in_order(counts) if counts[word]]
+    lines.append(f" {', '.join(words) or 'no tests ran'} in {seconds:.2f}s ".center(80, "="))
+    return lines, all(part.passed for part in parts) and not too_much
+
+
+def _in_order(counts: Counter[str]) -> list[str]:
+    """Words of a closing line, as pytest orders them."""
+    known = ["failed", "passed", "skipped", "deselected", "xfailed", "xpassed"]
+    return [*known, *sorted(set(counts) - {*known, "error"}), "error"]
+
+
+def main() -> int:
+    """Command line: arguments go to every pytest; returns the exit status."""
+    started = time.monotonic()
+    parts = [Part(name, [*folders, *sys.argv[1:]]) for name, folders in PARTS.items()]
+    cores = sorted(os.sched_getaffinity(0))
+    with Memory() as memory:
+        try:
+            Runner(parts).run(lanes(cores, has_gpu=shutil.which("nvidia-smi") is not None))
+        except KeyboardInterrupt:
+            return 130
+    lines, passed = report(parts, memory.peak_bytes, time.monotonic() - started)
+    print("\n".join(lines), flush=True)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ``make test`` runs the parts: what its last lines say, and when it fails."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "run_tests.py"
+
+PASSING = "def test_one(): pass\ndef test_two(): pass\n"
+FAILING = (
+    "import pytest\ndef test_wrong(): assert 1 == 2\n@pytest.mark.skip\ndef test_not(): pass\n"
+)
+DYING = "import os, signal\ndef test_dies(): os.kill(os.getpid(), signal.SIGKILL)\n"
+BROKEN = "import nothing_of_this_name\n"
+
+
+@pytest.fixture
+def run_tests(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_tests", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, "run_tests", module)  # for its dataclass
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "SAMPLE_S", 0.02)
+    monkeypatch.setattr(module.sys, "argv", ["run_tests.py", "-p", "no:cacheprovider"])
+    return module
+
+
+Outcome = tuple[int, list[str]]
+
+
+@pytest.fixture
+def outcome(
+    run_tests: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[..., Outcome]:
+    """Runs parts that consist of one file each; gives the exit status and the printed lines."""
+
+    def run(**files: str) -> Outcome:
+        for name, text in files.items():
+            (tmp_path / f"test_{name}.py").write_text(text)
+        parts = {name: [str(tmp_path / f"test_{name}.py")] for name in files}
+        monkeypatch.setattr(run_tests, "PARTS", parts)
+        cores = os.sched_getaffinity(0)
+        status = run_tests.main()
+        assert os.sched_getaffinity(0) == cores
+        return status, capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_all_pass(outcome: Callable[..., Outcome]) -> None:
+    status, lines = outcome(one=PASSING, other=PASSING)
+    assert status == 0
+    assert lines[-1].startswith("=====")
+    assert " 4 passed in " in lines[-1]
+    assert re.fullmatch(r"memory: at most \d+\.\d GiB at once, all processes together", lines[-2])
+    assert lines[-3].startswith("other: 2 passed (")
+    assert any(line.startswith("   one | ") and "test_one.py .." in line for line in lines)
+
+
+def test_what_failed_in_the_first_part_stands_at_the_end(outcome: Callable[..., Outcome]) -> None:
+    status, lines = outcome(first=FAILING, second=PASSING)
+    assert status == 1
+    assert " 1 failed, 2 passed, 1 skipped in " in lines[-1]
+    own = [line for line in lines if " | " not in line]
+    assert any("assert 1 == 2" in line for line in own)
+    assert sum(line.startswith("FAILED ") and "test_wrong" in line for line in own) == 1
+    assert any(line.startswith("first: 1 failed, 1 skipped (") for line in own)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(DYING, "status -9 (killed"), (BROKEN, "nothing_of_this_name")]
+)
+def test_a_part_that_does_not_come_to_its_end(
+    text: str, words: str, outcome: Callable[..., Outcome]
+) -> None:
+    status, lines = outcome(ill=text, well=PASSING)
+    assert status == 1
+    assert " 2 passed, 1 error in " in lines[-1]
+    assert any(words in line for line in lines if " | " not in line)
+
+
+def test_too_much_memory_fails(
+    run_tests: ModuleType, outcome: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_tests, "MOST_MEMORY_GIB", 0.001)
+    status, lines = outcome(one=PASSING)
+    assert status == 1
+    assert any(line.startswith("ERROR memory: the tests took ") for line in lines)
+    assert " 2 passed, 1 error in " in lines[-1]
+
+
+def test_nothing_selected_is_no_failure(
+    run_tests: ModuleType, outcome: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_tests.sys, "argv", ["run_tests.py", "-k", "two"])
+    status, lines = outcome(one=PASSING, other=FAILING)
+    assert status == 0
+    assert " 1 passed, 3 deselected in " in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("cores", "has_gpu", "lanes"),
+    [
+        ([3], False, [[3]]),
+        ([0, 1], False, [[0], [1]]),
+        ([0, 1, 4, 5, 6], False, [[0, 1], [4, 5, 6]]),
+        ([0, 1], True, [[0, 1]]),
+    ],
+)
+def test_lanes(run_tests: ModuleType, cores: list[int], has_gpu: bool, lanes: object) -> None:
+    assert run_tests.lanes(cores, has_gpu) == lanes
+
+
+def test_every_test_folder_is_a_part(run_tests: ModuleType) -> None:
+    tests = SCRIPT.parents[1] / "tests"
+    found = {folder for folders in run_tests.PARTS.values() for folder in folders}
+    assert found == {f"tests/{file.parent.name}" for file in tests.glob("*/*") if file.is_file()}
