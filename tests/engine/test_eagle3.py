@@ -281,12 +281,13 @@ def test_where_vllm_deviates_from_the_definition(
     engine = vllms_engine(make_engine, heads["public"], deviation.padded, **deviation.arguments)
     recorded = []
     for is_mended in (False, True):
-        assert engine.reset_prefix_cache()
         with monkeypatch.context() as patch:
             if is_mended:
                 deviation.mend(runner_of(engine), patch)
             theirs = recorded_by_vllm(engine, patch)
             for scenario in ("mixed_lengths", "prefix_reused"):
+                # Mended, the drafter goes beyond the model's length, which spoils the first block.
+                assert engine.reset_prefix_cache()
                 run(engine, SCENARIOS[scenario])
         recorded.append(theirs)
     as_it_is, mended = recorded
@@ -295,13 +296,11 @@ def test_where_vllm_deviates_from_the_definition(
     both = [text for text in ours if text in as_it_is.drafts and len(ours[text]) == 4]
     wrong = wrong_drafts(dense, {text: as_it_is.drafts[text] for text in both})
     there = {text for text in both if deviation.where(as_it_is, text)}
-    print(name, len(both), len(there), len(wrong), len(as_it_is.drafts))
     assert wrong <= there
     assert len(wrong) > 10, "vLLM has changed: say so in docs/eagle3.md"
     first = {text: as_it_is.drafts[text][: deviation.num_right] for text in both}
     assert not deviation.num_right or not wrong_drafts(dense, first, deviation.num_right)
     assert not wrong_drafts(dense, {text: ours[text] for text in both})
-    import pickle; pickle.dump((as_it_is, mended, ours), open(f"/tmp/wt/eagle_scratch/{name}.pkl", "wb"))
     again = [text for text in ours if text in mended.drafts and len(ours[text]) == 4]
     assert len(again) >= len(both)
     assert not wrong_drafts(dense, {text: mended.drafts[text] for text in again})
