@@ -133,7 +133,7 @@ def vllms_engine(make_engine: Any, folder: str, padded: bool = True, **arguments
 
 
 # Room for all prompts of a batch in one step, and for all answers in the model's length.
-ROOMY = {"max_model_len": 288, "max_num_batched_tokens": 768}
+ROOMY: dict[str, Any] = {"max_model_len": 288, "max_num_batched_tokens": 768}
 
 
 @pytest.fixture(scope="module")
