@@ -16,11 +16,14 @@ from rich.console import Console
 
 from vllm_spec_ext.bench.draft_plan import (
     Candidate,
+    Drafted,
     DraftModelFacts,
     Pair,
     Prediction,
     for_pair,
     rank,
+    tree_for_pair,
+    tree_speed_up,
 )
 from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed, root_cause
 from vllm_spec_ext.bench.methods import Method
@@ -46,6 +49,7 @@ class DraftPlan:
     context: int
     longest: int
     pairs: tuple[Pair, ...]
+    trees: tuple[tuple[int, ...], ...] = ()
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -79,6 +83,19 @@ class DraftPlan:
             "pairs": [
                 {**dataclasses.asdict(pair), **_row(for_pair(one, pair, self.longest))}
                 for pair in self.pairs
+                for one in self.candidates
+            ],
+            "trees": [
+                {
+                    "draft": one.name,
+                    "expansion": tree,
+                    "nodes": one.num_nodes(tree),
+                    "tokens_per_step": one.tokens_per_step(tree),
+                    "speed_up": {b: tree_speed_up(one, tree, b, self.times) for b in sizes},
+                    "pairs": {pair.name: tree_for_pair(one, tree, pair) for pair in self.pairs},
+                }
+                for sizes in [self.batch_sizes]
+                for tree in self.trees
                 for one in self.candidates
             ],
         }
@@ -118,6 +135,7 @@ def measure_drafts(
     *,
     longest: int,
     pairs: tuple[Pair, ...],
+    trees: tuple[tuple[int, ...], ...] = (),
     context: int | None,
     folder: Path,
     measure_times: MeasureTimes,
@@ -131,6 +149,7 @@ def measure_drafts(
         names: Folders of the drafts of each candidate.
         longest: Most tokens of a chain.
         pairs: Other cost ratios.
+        trees: Expansion trees to predict beside chains.
         context: Tokens before the timed steps; None = as in the answers.
         folder: For logs and results of the processes that measure.
         measure_times: Times steps of a model, as ``plan`` does for its methods.
@@ -155,7 +174,9 @@ def measure_drafts(
     for name in wanted:  # all of them before any is timed: a wrong one shows in seconds
         report(f"acceptance of {name} ...")
         models[name] = measure_acceptance(name, path, settings.dtype, folder / "acceptance.json")
-    most = longest * max(map(len, names))
+    untimed = [Candidate(tuple(models[name] for name in each)) for each in names]
+    shapes: list[Drafted] = [longest, *trees]
+    most = max(one.num_nodes(shape) for one in untimed for shape in shapes)
     sizes = sorted({0, *(2**i for i in range(most.bit_length()) if 2**i < most), most})
     report("measuring the target's steps ...")
     times = measure_times(settings, sizes, tokens, "chain", folder)
@@ -167,7 +188,7 @@ def measure_drafts(
         forward = {size: own.predict(size, 0) for size in settings.batch_size}
         models[name] = dataclasses.replace(models[name], forward_s=forward)
     candidates = [Candidate(tuple(models[name] for name in each)) for each in names]
-    return DraftPlan(candidates, times, tokens, longest, pairs)
+    return DraftPlan(candidates, times, tokens, longest, pairs, trees)
 
 
 def record_answers(settings: BenchSettings, questions: Sequence[Question], folder: Path) -> Answers:
@@ -205,8 +226,8 @@ def measure_acceptance(draft: str, answers: Path, dtype: str, path: Path) -> Dra
         raise EngineFailed(f"the acceptance of {draft} could not be measured: {reason}")
     found = json.loads(path.read_text(encoding="utf-8"))
     # An answer's first token comes with the prefill, before anything is drafted.
-    right = tuple(np.array(row[1:], bool) for row in found["right"] if len(row) > 1)
-    return DraftModelFacts(draft, found["num_layers"], found["num_parameters"], right, {})
+    ranks = tuple(np.array(row[1:], np.int64) for row in found["ranks"] if len(row) > 1)
+    return DraftModelFacts(draft, found["num_layers"], found["num_parameters"], ranks, {})
 
 
 def show(plan: DraftPlan, console: Console) -> None:
@@ -260,3 +281,22 @@ def show(plan: DraftPlan, console: Console) -> None:
         "the best chain"
     )
     WholeTable(headings, rows, title).print(console)
+    if not plan.trees:
+        return
+    rows = [
+        [
+            one.name,
+            " ".join(map(str, tree)),
+            str(one.num_nodes(tree)),
+            f"{one.tokens_per_step(tree):.2f}",
+            *(f"{tree_speed_up(one, tree, size, plan.times):.2f}x" for size in sizes),
+            *(f"{tree_for_pair(one, tree, pair):.2f}x" for pair in plan.pairs),
+        ]
+        for tree in plan.trees
+        for one in plan.candidates
+    ]
+    headings = ["draft", "children by step", "nodes", "tokens/step"]
+    headings += [f"decoding, batch {size}" for size in sizes] + [pair.name for pair in plan.pairs]
+    WholeTable(headings, rows, "expansion trees: decoding, here and under those costs", 2).print(
+        console
+    )

@@ -94,7 +94,8 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
 
 
 def draft_facts(name: str, right: list[bool], forward_s: float) -> DraftModelFacts:
-    return DraftModelFacts(name, 2, 1_500_000, (np.array(right),), {1: forward_s, 8: forward_s})
+    ranks = (np.where(right, 0, 1),)
+    return DraftModelFacts(name, 2, 1_500_000, ranks, {1: forward_s, 8: forward_s})
 
 
 def test_ranks_draft_models(
@@ -122,10 +123,10 @@ def test_ranks_draft_models(
     data = tmp_path / "plan.json"
     words = ["--drafts", "deep/", "flat/", "deep/+flat/", "--chain", "3", "--json", str(data)]
     with pytest.raises(SystemExit) as stop:
-        main(["plan", "--model", "m", "--pair", "big=0.5", *words])
+        main(["plan", "--model", "m", "--pair", "big=0.5", "--tree", "2,1,1", *words])
     assert stop.value.code == 0
     assert asked == [
-        ("m", [0, 1, 2, 4, 6], 4, "chain"),
+        ("m", [0, 1, 2, 4, 8, 12], 4, "chain"),
         ("deep/", [0], 4, "chain"),
         ("flat/", [0], 4, "chain"),
     ]
@@ -136,7 +137,10 @@ def test_ranks_draft_models(
     assert "| 1 | flat/ | 1 | 2.00 | 1.82x |" in printed
     assert "| 2 | deep/ | 3 | 4.00 | 1.08x |" in printed
     assert "| deep/ | 1.60x (3) |" in printed
+    assert "| flat/ | 2 1 1 | 6 | 2.00 | 1.54x | 1.54x | 0.80x |" in printed
+    assert "| deep/+flat/ | 2 1 1 | 12 |" in printed
     whole = json.loads(data.read_text(encoding="utf-8"))
+    assert whole["trees"][0]["expansion"] == [2, 1, 1]
     assert whole["ranking"]["8"][0]["draft"] == "flat/"
     assert whole["drafts"][0]["acceptance_per_position"] == [1.0, 1.0, 0.5]
     assert whole["pairs"][0]["ratio"] == 0.5
@@ -149,6 +153,7 @@ def test_ranks_draft_models(
         (["--drafts", "a", "a"], "given twice"),
         (["--drafts", "a+"], "several with"),
         (["--drafts", "a", "--pair", "x"], "expected NAME=RATIO"),
+        (["--drafts", "a", "--tree", "9"], "expected the children"),
     ],
 )
 def test_bad_drafts(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
