@@ -47,7 +47,7 @@ from vllm_spec_ext.cli.bench import (
     report_console,
 )
 from vllm_spec_ext.cli.many_values import ManyValues
-from vllm_spec_ext.cli.plan_drafts import measure_drafts, split_names
+from vllm_spec_ext.cli.plan_drafts import conditions, measure_drafts, split_names
 from vllm_spec_ext.cli.plan_drafts import show as show_drafts
 from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
@@ -173,7 +173,8 @@ def plan(
                 )
                 show_drafts(planned, report_console())
                 if json_file is not None:
-                    json_file.write_text(json.dumps(planned.as_dict(), indent=1), encoding="utf-8")
+                    whole = {**conditions(settings, questions), **planned.as_dict()}
+                    json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
                 return
             found = []
             for wanted in methods:

@@ -6,6 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from vllm_spec_ext.bench import provenance
+from vllm_spec_ext.bench.datasets import WITHIN_DATASET
 from vllm_spec_ext.bench.draft_plan import (
     Candidate,
     Drafted,
@@ -28,7 +31,7 @@ from vllm_spec_ext.bench.draft_plan import (
 from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed, root_cause
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.planner import StepTimes
-from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.prompts import Question, digest
 from vllm_spec_ext.bench.session import sampling_of
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.bench.step_probe import Shape
@@ -99,6 +102,18 @@ class DraftPlan:
                 for one in self.candidates
             ],
         }
+
+
+def conditions(settings: BenchSettings, questions: Sequence[Question]) -> dict[str, Any]:
+    """What the figures hold for, without prompts and paths, so that they can be shown."""
+    facts = provenance.collect([])
+    shown = ("date", "git_sha", "versions", "cpu", "cores")
+    return {
+        "measured": {**{name: facts[name] for name in shown}, "prompts_sha256": digest(questions)},
+        "dtype": settings.dtype,
+        "max_tokens": settings.max_tokens,
+        "num_prompts": Counter(one.category.partition(WITHIN_DATASET)[0] for one in questions),
+    }
 
 
 def _row(found: Prediction) -> dict[str, Any]:
