@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from paged_toy import VOCAB, ToyRequest, ToyScheduler, ToyStep
 
 from vllm_spec_ext.engine.models.batch_events import BlockEvents
+from vllm_spec_ext.engine.models.block_model import BlockModel
 from vllm_spec_ext.engine.models.hosted_model import HostedModel
 from vllm_spec_ext.proposers.models import Branch
 from vllm_spec_ext.proposers.records import RequestStep
@@ -185,7 +186,7 @@ class Simulation(ABC):
         return [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(low, high))]
 
 
-def update(model: HostedModel, events: BlockEvents) -> None:
+def update(model: HostedModel | BlockModel, events: BlockEvents) -> None:
     """As the host does it."""
     model.forget(events.gone)
     model.blocks.copied(events.copied)
