@@ -175,7 +175,7 @@ def blocks_keep_their_marks(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_see_what_is_before(patch: pytest.MonkeyPatch) -> None:
-    original = module.lay_out_blocks
+    original: Any = module.lay_out_blocks
 
     def causal(*given: Any) -> BlockPass:
         return original(*given[:-1], True)
