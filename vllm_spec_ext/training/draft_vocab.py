@@ -62,6 +62,10 @@ class DraftProjection:
         """Columns of the logits."""
         return self._target.vocab_size if self._ids is None else len(self._ids)
 
+    def tokens(self, places: Tensor) -> Tensor:
+        """Token ids of places."""
+        return places if self._ids is None else self._ids[places]
+
     def places(self, tokens: Tensor) -> Tensor:
         """Place of each token; IGNORED stays, and is the place of a token that is not listed."""
         if self._places is None:

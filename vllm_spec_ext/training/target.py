@@ -89,24 +89,44 @@ class Target:
         Args:
             token_ids: The texts.
             mask: Which tokens are real.
-            layers: What to give: i = the residual stream after i layers (vLLM's auxiliary hidden
-                state i; 0 = the embedding), ``num_layers`` = the final state after the last norm.
-                None = the final state alone.
+            layers: What to give: i = the residual stream after i layers, before any norm (vLLM's
+                auxiliary hidden state i; 0 = the embedding). None = the final state, after the
+                last norm.
 
         Returns:
             [batch, length, hidden_size * number of layers], side by side in the order asked for.
+
+        Raises:
+            SpecExtError: ``layers`` of a model that is no plain decoder.
         """
-        output = self.model.base_model(
-            input_ids=token_ids,
-            attention_mask=mask,
-            use_cache=False,
-            output_hidden_states=layers is not None,
-        )
+        given = {"input_ids": token_ids, "attention_mask": mask, "use_cache": False}
         if layers is None:
-            return output.last_hidden_state
-        inner = output.hidden_states[: self.num_layers]
-        states = [*inner, output.last_hidden_state]
+            return self.model.base_model(**given).last_hidden_state
+        last: list[Any] = []  # transformers gives the stream behind the last layer only normed
+        hook = self.layer_list()[-1].register_forward_hook(
+            lambda _, __, output: last.append(output)
+        )
+        try:
+            inner = self.model.base_model(**given, output_hidden_states=True).hidden_states
+        finally:
+            hook.remove()
+        behind = last[0][0] if isinstance(last[0], tuple) else last[0]
+        states = [*inner[: self.num_layers], behind]
         return torch.cat([states[layer] for layer in layers], dim=-1)
+
+    def layer_list(self) -> nn.ModuleList:
+        """The model's layers; raises SpecExtError if it is no plain decoder."""
+        found = [
+            module
+            for module in self.model.base_model.modules()
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers
+        ]
+        if len(found) != 1:
+            raise SpecExtError(
+                f"{self.name} has {len(found)} lists of {self.num_layers} layers, expected one; "
+                "single layers are known of plain decoder models only"
+            )
+        return found[0]
 
     def project(self, states: Tensor) -> Tensor:
         """Logits [n, vocab_size] of states [n, hidden_size] by the target's own projection."""
