@@ -194,7 +194,7 @@ def _collect(drafting: Drafting, sequences: NDArray[np.int64], show_copies: bool
             candidates.append(drafting.projection.tokens(places).cpu().numpy())
             if drafter.config.nar.selector_rank:
                 found = states[piece].float() @ drafter.extras.selector_h.float().T
-                weights.append(found.cpu().numpy())
+                weights.append(found.float().cpu().numpy())
         first.append(blocks.first.flatten()[real].cpu().numpy())
         targets.append(tokens.targets.view(-1, slots).cpu().numpy())
         counts += np.bincount(batch.rows.numpy(), minlength=len(some)).tolist()

@@ -90,14 +90,18 @@ def slot_losses(
     """
     logits = slot_logits(states, tokens, projection, extras)
     wanted = projection.places(tokens.targets)
-    norm = logits.logsumexp(-1)
-    losses = norm - logits.gather(1, wanted.unsqueeze(1)).squeeze(1)
+    places = wanted.unsqueeze(1)
+    selects = bool(extras.config.selector_rank) and selected > 0.0
+    if selects:
+        best = logits.detach().topk(min(CANDIDATES, logits.shape[1]), dim=-1).indices
+        places = torch.cat([places, best], dim=1)
+    found = logits.log_softmax(-1).gather(1, places)  # one gather: each has a gradient as wide
+    losses = -found[:, 0]
     correct = (logits.detach().argmax(-1) == wanted).sum()
-    if extras.config.selector_rank and selected > 0.0:
-        places = logits.detach().topk(min(CANDIDATES, logits.shape[1]), dim=-1).indices
-        own = logits.gather(1, places) - norm.unsqueeze(1)
-        behind = candidate_log_probs(states, tokens, own, projection.tokens(places), extras, embed)
-        hit = places == wanted.unsqueeze(1)
+    if selects:
+        candidates = projection.tokens(best)
+        behind = candidate_log_probs(states, tokens, found[:, 1:], candidates, extras, embed)
+        hit = best == wanted.unsqueeze(1)
         # A right token that is no candidate keeps its own probability.
         among = torch.where(hit, -behind, 0.0).sum(-1)
         paths = torch.where(hit.any(-1), among, losses)
