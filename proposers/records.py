@@ -13,7 +13,7 @@ from vllm_spec_ext.options import RequestOptions
 if TYPE_CHECKING:
     import torch
 
-    from vllm_spec_ext.proposers.models import DraftModel
+    from vllm_spec_ext.proposers.models import BlockDrafter, DraftModel
 
 IntArray = NDArray[np.int32]
 Drawn = Literal["iid", "without_replacement"]
@@ -155,3 +155,5 @@ class EngineHandle:
     proposer, and all have the same options. Files may be read everywhere."""
     models: "Sequence[DraftModel]" = ()
     """The draft models that the method asked for, in its order."""
+    block_drafters: "Sequence[BlockDrafter]" = ()
+    """Those of them that draft a block in one pass; they are not among ``models``."""

@@ -15,8 +15,9 @@
     nar/extras.safetensors  optional, with a key "nar" in config.json (:class:`NarConfig`): the
                             tensors of :class:`.extras.SlotExtras`
 
-``target_layer_ids`` count from 0: i is the output of layer i. vLLM's own method ``dflash`` runs
-such a folder. It does not look into ``nar/``, and ignores the key, so there a drafter with extras
+``target_layer_ids`` count from 0: i is the output of layer i, before the final norm even of the
+last one (which is the last but not the same as Hugging Face's last ``hidden_states``). vLLM's own
+method ``dflash`` runs such a folder. It does not look into ``nar/``, and ignores the key, so there a drafter with extras
 drafts as it would without them: chains, from masks alone.
 """
 

@@ -333,7 +333,7 @@ def draft(num_states: int, layers: tuple[int, ...] | None) -> Any:
     from vllm_spec_ext.engine.models.eagle_checkpoint import Eagle3Facts
 
     facts = Eagle3Facts(num_states, layers, 8, 8, 16)
-    return SimpleNamespace(name="head", eagle3=facts, model_config=SimpleNamespace(model="x"))
+    return SimpleNamespace(name="head", reads=facts, model_config=SimpleNamespace(model="x"))
 
 
 def test_layers_that_heads_read() -> None:

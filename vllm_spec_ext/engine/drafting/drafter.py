@@ -103,6 +103,7 @@ class Drafter:
             device=device,
             may_write_files=self._is_first_process,
             models=self.models.models,
+            block_drafters=self.models.block_models,
         )
         self._barrier = Barrier(self.info.name, self._engine.vocab_size)
         self.ranks.lead(self._start_proposer)
