@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_spec_ext.proposers.draft_tree import agreeing_path
 from vllm_spec_ext.proposers.nar.extras import Copies
 from vllm_spec_ext.training.acceptance import walk
 from vllm_spec_ext.training.batches import IGNORED, make_batch
@@ -22,7 +23,6 @@ from vllm_spec_ext.training.hidden import HiddenSource
 from vllm_spec_ext.training.nar.blocks import Blocks, arrange, block_ids
 from vllm_spec_ext.training.nar.losses import CANDIDATES, SlotTokens, slot_logits
 from vllm_spec_ext.training.nar.model import NarDrafter
-from vllm_spec_ext.training.nar.pair_tree import Lattice, best_tree
 from vllm_spec_ext.training.nar.pass_batch import context_states, some_sequences
 from vllm_spec_ext.training.nar.schema import NarTraining
 from vllm_spec_ext.training.shards import TokenData
@@ -272,19 +272,25 @@ def _walked(rows: _Rows, tables: _Tables) -> NDArray[np.bool_]:
 
 
 def _tree_accepts(rows: _Rows, tables: _Tables | None, row: int, nodes: int) -> int:
-    behind = before = weights = None
-    if tables is not None and rows.weights is not None:
-        behind, before = tables.behind[rows.candidates[row]], tables.before
-        weights = rows.weights[row]
-    lattice = Lattice(
-        rows.candidates[row], rows.log_probs[row], int(rows.first[row]), before, behind, weights
-    )
-    tokens, parents = best_tree(lattice, nodes, -math.inf)
-    children = {(p, t): i for i, (t, p) in enumerate(zip(tokens, parents, strict=True))}
-    node, count = -1, 0
-    for wanted in rows.targets[row].tolist():
-        found = children.get((node, wanted))
-        if found is None:
-            break
-        node, count = found, count + 1
-    return count
+    # Not at the top: numba must not be loaded before a vLLM worker starts.
+    from vllm_spec_ext.proposers.nar.tree import best_tree
+
+    log_probs = _conditional(rows, tables, row)
+    slots, places, parents, _ = best_tree(log_probs, nodes, -math.inf)
+    tokens = rows.candidates[row][slots, places]
+    return len(agreeing_path(tokens.tolist(), parents.tolist(), rows.targets[row].tolist()))
+
+
+def _conditional(rows: _Rows, tables: _Tables | None, row: int) -> NDArray[np.float32]:
+    """[K, C, C] log-probability of each candidate behind each one before it; [K, 1, C] without a
+    selector. As :func:`~vllm_spec_ext.proposers.nar.extras.conditional_log_probs`."""
+    own = rows.log_probs[row][:, None, :]
+    if tables is None or rows.weights is None:
+        return np.ascontiguousarray(own)
+    candidates = rows.candidates[row]
+    before = np.concatenate([np.full_like(candidates[:1], rows.first[row]), candidates[:-1]])
+    asked = tables.before[before] * rows.weights[row][:, None, :]  # [K, C, rank]
+    moved = own + asked @ tables.behind[candidates].swapaxes(1, 2)
+    together = np.logaddexp.reduce(own, -1, keepdims=True)
+    made: NDArray[np.float32] = moved - np.logaddexp.reduce(moved, -1, keepdims=True) + together
+    return np.ascontiguousarray(made, np.float32)

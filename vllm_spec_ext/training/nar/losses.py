@@ -97,7 +97,7 @@ def slot_losses(
         places = torch.cat([places, best], dim=1)
     found = logits.log_softmax(-1).gather(1, places)  # one gather: each has a gradient as wide
     losses = -found[:, 0]
-    correct = (logits.detach().argmax(-1) == wanted).sum()
+    guesses = best[:, 0] if selects else logits.detach().argmax(-1)
     if selects:
         candidates = projection.tokens(best)
         behind = candidate_log_probs(states, tokens, found[:, 1:], candidates, extras, embed)
@@ -106,7 +106,7 @@ def slot_losses(
         among = torch.where(hit, -behind, 0.0).sum(-1)
         paths = torch.where(hit.any(-1), among, losses)
         losses = (1.0 - selected) * losses + selected * paths
-    return SlotLoss(losses, (-losses.detach()).exp(), correct)
+    return SlotLoss(losses, (-losses.detach()).exp(), (guesses == wanted).sum())
 
 
 def path_weights(

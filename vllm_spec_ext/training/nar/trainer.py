@@ -86,7 +86,7 @@ def _eval_stage(config: NarTraining, task: NarTask, report: Report) -> NarFigure
             f"{config.out} is damaged ({type(error).__name__}: {error}); train it again"
         ) from error
     shape, wanted = drafter.config, task.drafter.config
-    for name in ("hidden_size", "vocab_size", "num_state_units", "target_layer_ids"):
+    for name in ("target_layer_ids", "hidden_size", "vocab_size", "num_state_units"):
         if getattr(shape, name) != getattr(wanted, name):
             raise SpecExtError(
                 f"{config.out} has {name} {getattr(shape, name)}, and {config.shown_target} "
