@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of a batch: where they start, and which right tokens they are shown.
 
-Three kinds, as in "Lossless Acceleration with Glancing" (GAD, Xia et al. 2022) and its neighbours:
-*plain* blocks look as in drafting, masks and copies only. *Glancing* blocks are guessed first, and
-the more guesses are wrong, the more right tokens are put in random slots. *Prefix* blocks show the
-first right tokens, as if a part of the draft were known. What is shown is not learned.
+Three kinds. *Plain* blocks look as in drafting, masks and copies only. *Glancing* blocks (GAD, Xia
+et al. 2022, arXiv 2203.16487) are guessed first, and the more guesses are wrong, the more right
+tokens are put in random slots. *Prefix* blocks show the first right tokens, as if a part of the
+draft were known. What is shown is not learned.
 """
 
 from typing import NamedTuple

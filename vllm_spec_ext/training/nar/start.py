@@ -43,8 +43,11 @@ def set_first_weights(drafter: NarDrafter, target: Target, final: Tensor) -> Non
     ids = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 4096))
     embedding = target.embed(ids.to(target.device)).float()
     size = embedding.square().mean().sqrt()
+    units = final.float().square().mean(0).sqrt()
     with torch.no_grad():
-        drafter.norm.weight.copy_(final.float().square().mean(0).sqrt())
+        # Of the target's own size, states of random direction have logits of any size.
+        logits = target.project(torch.randn(64, len(units), device=units.device) * units).float()
+        drafter.norm.weight.copy_(units / logits.std())
         if drafter.config.own_mask_embedding:
             drafter.mask_embedding.copy_(embedding.mean(0))
         if drafter.config.nar.slot_queries:
@@ -82,6 +85,9 @@ def copy_last_layers(drafter: NarDrafter, target: Target, scales: Tensor) -> Non
                 except AttributeError:
                     # Mean square of one unit of a projection of rows of unit mean square.
                     own.fill_(math.sqrt(float((weight * norm).square().sum(1).mean())))
+        last = getattr(target.model.base_model, "norm", None)
+        if last is not None:  # else the scale of a cold start
+            drafter.norm.weight.copy_(last.weight)
         drafter.hidden_norm.weight.copy_(theirs[0].get_parameter("input_layernorm.weight"))
         hidden = drafter.config.hidden_size
         drafter.fc.weight.mul_(0.01)
