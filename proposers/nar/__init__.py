@@ -29,6 +29,7 @@ from vllm_spec_ext.proposers.base import (
 )
 from vllm_spec_ext.proposers.draft_tree import is_branching
 from vllm_spec_ext.proposers.nar.options import NarOptions
+from vllm_spec_ext.proposers.nar.pass_payoff import PassPayoff
 from vllm_spec_ext.proposers.payoff.node_payoff import NodePayoff
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Nar(BaseProposer):
         self._drafter: BlockDrafter | None = None
         self._hints: SlotHints | None = None
         self._payoff = NodePayoff()
+        self._pass = PassPayoff()
 
     @classmethod
     def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:
@@ -96,12 +98,16 @@ class Nar(BaseProposer):
         """One draft per request; empty where there is no room."""
         drafts = [EMPTY_DRAFT] * len(step.requests)
         rows = [row for row, request in enumerate(step.requests) if request.room > 0]
+        self._pass.begin(step)
         if self._drafter is None or not rows:
             return drafts
         for row in rows:
             self._payoff.forget(step.requests[row].request_id)  # a draft that had no outcome
         confidence = self._confidence(step.min_probability)
+        seconds = self._drafter.forward_seconds(len(rows) * (1 + self._num_slots))
         if confidence > 1.0:
+            return drafts
+        if self._options.adaptive_length and not self._pass.pays(len(rows), seconds):
             return drafts
         hints = None
         if self._hints is not None:
@@ -109,6 +115,7 @@ class Nar(BaseProposer):
         predicted = self._drafter.predict(
             step.requests, rows, self._num_slots, self._num_candidates, hints
         )
+        self._pass.ran(seconds)
         limit = math.log(confidence) if confidence > 0.0 else -math.inf
         for row, found in zip(rows, predicted, strict=True):
             if found is None:
@@ -126,6 +133,7 @@ class Nar(BaseProposer):
         """Learn how far the drafter's probabilities can be trusted."""
         for outcome in outcomes:
             self._payoff.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
+            self._pass.verified(outcome.num_drafted, outcome.num_accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget the outcomes that will not come, and the texts."""

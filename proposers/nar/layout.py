@@ -15,10 +15,10 @@
     nar/extras.safetensors  optional, with a key "nar" in config.json (:class:`NarConfig`): the
                             tensors of :class:`.extras.SlotExtras`
 
-``target_layer_ids`` count from 0: i is the output of layer i, before the final norm even of the
-last one (which is the last but not the same as Hugging Face's last ``hidden_states``). vLLM's own
-method ``dflash`` runs such a folder. It does not look into ``nar/``, and ignores the key, so there a drafter with extras
-drafts as it would without them: chains, from masks alone.
+``target_layer_ids`` count from 0: i is the output of layer i, in front of the final norm also for
+the last one (Hugging Face's last ``hidden_states`` are behind it). vLLM's own method ``dflash``
+runs such a folder. It does not look into ``nar/``, and ignores the key, so there a drafter with
+extras drafts as it would without them: chains, from masks alone.
 """
 
 from pathlib import Path

@@ -44,14 +44,17 @@ ALL_EXTRAS = NarConfig(
 )
 
 
-def random_drafter(target: Path, seed: int = 3, **changes: Any) -> NarDrafter:
+def random_drafter(target: Path, seed: int = 3, k_norms: bool = True, **changes: Any) -> NarDrafter:
     """Large random weights, so that everything shows in what it drafts."""
     torch.manual_seed(seed)
     drafter = NarDrafter(drafter_config(target, **changes)).eval()
     with torch.no_grad():
         for name, weight in drafter.named_parameters():
             if weight.dim() == 2:
-                weight.normal_(0, 1.0 if "extras" in name else 0.12)
+                own = "extras" in name and "selector" not in name
+                weight.normal_(0, 1.0 if own else 0.12)
+            elif "k_norm" in name and not k_norms:
+                pass
             elif "norm" in name:
                 weight.uniform_(0.7, 1.3)
             else:
@@ -63,14 +66,17 @@ def random_drafter(target: Path, seed: int = 3, **changes: Any) -> NarDrafter:
     return drafter.requires_grad_(False)
 
 
-def save_dflash(target: Path, folder: Path, *, seed: int = 3, **changes: Any) -> str:
+def save_dflash(
+    target: Path, folder: Path, *, seed: int = 3, k_norms: bool = True, **changes: Any
+) -> str:
     """Write a random drafter; returns its folder.
 
     Args:
         target: Folder of the target.
         folder: Where to; made here.
         seed: Of the weights.
+        k_norms: Weights of the norms of keys are random, too.
         **changes: Of its configuration.
     """
-    random_drafter(target, seed, **changes).save(folder)
+    random_drafter(target, seed, k_norms, **changes).save(folder)
     return str(folder)

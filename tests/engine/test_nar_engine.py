@@ -10,7 +10,7 @@ import torch
 from generation import run, tokens
 from nar_reference import DenseDrafter
 from save_dflash import ALL_EXTRAS, save_dflash
-from scenarios import PROMPTS, SCENARIOS, Scenario
+from scenarios import SCENARIOS
 from test_greedy_identity import runner_of
 
 from vllm_spec_ext.proposers.models import SlotCandidates, SlotHint
@@ -18,7 +18,13 @@ from vllm_spec_ext.proposers.nar.layout import NarConfig
 
 KINDS: dict[str, dict[str, Any]] = {
     "public": {},
-    "mask": {"seed": 4, "own_mask_embedding": True, "target_layer_ids": (0, 2)},
+    "same_norms": {"seed": 8, "k_norms": False},
+    "mask": {
+        "seed": 4,
+        "k_norms": False,
+        "own_mask_embedding": True,
+        "target_layer_ids": (0, 2),
+    },
     "wide": {"seed": 5, "num_attention_heads": 8, "num_hidden_layers": 1, "intermediate_size": 96},
     "extras": {"seed": 6, "nar": ALL_EXTRAS, "own_mask_embedding": True},
     "selector": {"seed": 7, "nar": NarConfig(selector_rank=8)},
@@ -127,37 +133,57 @@ def test_drafts_by_definition(
     assert greatest_difference(dense, records) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["public", "mask", "wide", "extras"])
+@pytest.fixture
+def vllms(make_engine: Any, drafters: dict[str, str], expected: dict[str, Any]) -> Any:
+    """Drafts of vLLM's own method ``dflash``, by the text before them."""
+
+    def drafts(kind: str) -> dict[tuple[int, ...], list[int]]:
+        config = {"method": "dflash", "model": drafters[kind], "num_speculative_tokens": 4}
+        engine = make_engine(speculative_config=config, async_scheduling=False)
+        runner, found = runner_of(engine), {}
+        propose = runner.propose_draft_token_ids
+
+        def record(output: Any, sampled: Any, *rest: Any) -> Any:
+            made = propose(output, sampled, *rest)
+            for row, new in enumerate(sampled.tolist()):
+                length = int(runner.input_batch.num_tokens_no_spec[row])
+                text = runner.input_batch.token_ids_cpu[row, :length].tolist()
+                text += [token for token in new if token >= 0]  # not noted there yet
+                found[tuple(text)] = made[row].tolist()
+            return made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner, "propose_draft_token_ids", record)
+            for name in ("mixed_lengths", "prefix_reused"):
+                assert tokens(run(engine, SCENARIOS[name])) == expected[name]
+        return found
+
+    return drafts
+
+
+@pytest.mark.parametrize("kind", ["same_norms", "mask", "wide"])
 def test_same_drafts_as_vllm(
-    kind: str,
-    make_engine: Any,
-    drafters: dict[str, str],
-    expected: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, vllms: Any, engines: Any, drafters: dict[str, str], records: list[Record]
 ) -> None:
-    """Token by token; extras do not keep vLLM's method from running a checkpoint."""
-    config = {"method": "dflash", "model": drafters[kind], "num_speculative_tokens": 4}
-    engine = make_engine(speculative_config=config, async_scheduling=False)
-    runner, theirs = runner_of(engine), {}
-    propose = runner.propose_draft_token_ids
+    """Token by token, in mixed batches, beside chunked prefill, after prefix hits.
 
-    def record(output: Any, sampled: Any, *rest: Any) -> Any:
-        made = propose(output, sampled, *rest)
-        drafts = made.tolist() if isinstance(made, torch.Tensor) else made
-        new = sampled.tolist() if isinstance(sampled, torch.Tensor) else sampled
-        for row, own in enumerate(new):
-            length = int(runner.input_batch.num_tokens_no_spec[row])
-            text = runner.input_batch.token_ids_cpu[row, :length].tolist()
-            theirs[tuple(text), tuple(own)] = list(drafts[row])
-        return made
-
-    monkeypatch.setattr(runner, "propose_draft_token_ids", record)
-    for scenario in ("mixed_lengths", "prefix_reused"):
-        assert tokens(run(engine, SCENARIOS[scenario])) == expected[scenario]
-    print(list(theirs.items())[:5])
-    assert theirs
+    On CPUs vLLM 0.32 gives the context's keys of all layers the norm of the first one, so layers
+    here have the same one, or there is one layer.
+    """
+    theirs = vllms(kind)
+    engine = engines("chain", model=drafters[kind])
+    for name in ("mixed_lengths", "prefix_reused"):
+        run(engine, SCENARIOS[name])
+    pairs = [
+        (found.tokens[:, 0].tolist(), theirs[text])
+        for text, _, _, found in records
+        if found is not None and text in theirs
+    ]
+    assert len(pairs) > 200
+    differ = [pair for pair in pairs if pair[0] != pair[1][: len(pair[0])]]
+    assert not differ, (len(differ), len(pairs), differ)
+    assert len({token for ours, _ in pairs for token in ours}) > 20  # no constant
 
 
-def test_control(make_engine: Any, drafters: dict[str, str]) -> None:
-    long = Scenario([{"max_tokens": 100, "ignore_eos": True}], PROMPTS)
-    assert long
+def test_extras_do_not_keep_vllm_from_running_a_checkpoint(vllms: Any) -> None:
+    assert len(vllms("extras")) > 200

@@ -62,4 +62,5 @@ def load_extras(facts: DFlashFacts, model: str) -> SlotExtras:
         file = extras_file(model)
         assert file is not None  # dflash_checks.py
         extras.load_state_dict(load_file(file))
-    return extras.eval().requires_grad_(False)
+    extras.requires_grad_(False)
+    return extras

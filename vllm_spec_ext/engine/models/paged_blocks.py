@@ -51,6 +51,8 @@ class PagedBlocks(PagedModel):
             vocab_size: The target's.
         """
         super().__init__(module, vllm_config, layer_names, device)
+        if device.type == "cpu":
+            _norm_each_layer(module)
         self.layers = layers
         self._extras = extras
         self._vocab_size = vocab_size
@@ -160,3 +162,17 @@ class PagedBlocks(PagedModel):
             first.append(self._extras.table_a(embeddings).to(dtype))
             second.append(self._extras.table_b(embeddings).to(dtype))
         return torch.cat(first), torch.cat(second)
+
+
+def _norm_each_layer(module: torch.nn.Module) -> None:
+    """Give the context's keys of each layer the norm of that layer.
+
+    vLLM 0.32 asks one kernel for the norms of all layers, with weights [layers, head_dim]; the one
+    for CPUs takes the first row for all of them.
+    """
+    norms = [layer.self_attn.k_norm for layer in module.model.layers]
+
+    def normalise(keys: torch.Tensor) -> torch.Tensor:  # [layers, n, kv_heads, head_dim]
+        return torch.stack([norm(own) for norm, own in zip(norms, keys, strict=True)])
+
+    module.model._normalize_context_k = normalise
