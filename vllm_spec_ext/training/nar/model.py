@@ -55,6 +55,7 @@ class DrafterConfig:
     max_position_embeddings: int = 32768
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
+    causal: bool = False  # rows of a block see those before them only
     own_mask_embedding: bool = False  # else the target's, of mask_token_id
     nar: NarConfig = field(default_factory=NarConfig)
 
@@ -70,7 +71,7 @@ class DrafterConfig:
 
     def to_json(self, dtype: str = "float32") -> dict[str, Any]:
         """config.json."""
-        own = ("target_layer_ids", "mask_token_id", "own_mask_embedding", "nar")
+        own = ("target_layer_ids", "mask_token_id", "causal", "own_mask_embedding", "nar")
         given = {name: value for name, value in asdict(self).items() if name not in own}
         if self.target_hidden_size is None:
             del given["target_hidden_size"]
@@ -82,6 +83,7 @@ class DrafterConfig:
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
+                **({"causal": True} if self.causal else {}),
             },
             "attention_bias": False,
             "hidden_act": "silu",
@@ -109,6 +111,7 @@ class DrafterConfig:
             **known,
             mask_token_id=given["dflash_config"]["mask_token_id"],
             target_layer_ids=tuple(given["dflash_config"]["target_layer_ids"]),
+            causal=bool(given["dflash_config"].get("causal", False)),
             own_mask_embedding=(folder / MASK_NAME).is_file(),
             nar=read_nar_config(dict(given), folder),
         )
@@ -141,7 +144,7 @@ def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Rows of a block see the context in front of it, and their whole block."""
+    """Rows of a block see the context in front of it, and their block (or its rows before)."""
 
     def __init__(self, config: DrafterConfig) -> None:
         """Qwen3's: a norm for each head's queries and keys, no biases."""
@@ -193,7 +196,10 @@ class Attention(nn.Module):
         far = functional.pad(~hidden_places, (0, 0, 0, empty)).view(b * groups, together, n)
         far = far.repeat_interleave(rows, dim=1)  # [b * groups, together * rows, n]
         block = torch.arange(together * rows, device=x.device) // rows
-        near = (block.unsqueeze(1) == block).expand(b * groups, -1, -1)
+        near = block.unsqueeze(1) == block
+        if self.config.causal:
+            near = near.tril()
+        near = near.expand(b * groups, -1, -1)
         keys, values = map(
             behind, self.keys_values(context, tokens), self.keys_values(flat, places)
         )

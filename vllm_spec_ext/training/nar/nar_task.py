@@ -369,6 +369,7 @@ def drafter_config(config: NarTraining, target: Target, data: TokenData) -> Draf
         max_position_embeddings=target.context or 32768,
         rope_theta=float(theta or 10000.0),
         rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-6),
+        causal=config.causal,
         own_mask_embedding=True,
         nar=NarConfig(
             slot_queries=True,

@@ -43,6 +43,9 @@ class NarTraining(Training):
     """Draft only this many tokens, the most frequent of the data. The vocabulary projection is
     most of the cost of training and of drafting."""
 
+    causal: bool = False
+    """Let a slot see the slots before it only, instead of its whole block."""
+
     # How blocks are shown
     glancing: float = Field(default=0.25, ge=0.0, le=1.0)
     """Part of the blocks that glance: the drafter guesses the block, then right tokens are put in

@@ -79,9 +79,11 @@ def _lengths(config: NarTraining, figures: NarFigures) -> str:
 
 
 def _eval_stage(config: NarTraining, task: NarTask, report: Report) -> NarFigures:
+    from safetensors import SafetensorError
+
     try:
         drafter = NarDrafter.load(config.out)
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
         raise SpecExtError(
             f"{config.out} is damaged ({type(error).__name__}: {error}); train it again"
         ) from error

@@ -214,3 +214,17 @@ def test_uploads_the_finished_folder(settings: Settings, monkeypatch: pytest.Mon
     assert seen == [(config.out, "user/drafter")]
     assert lines[-1] == "uploaded: address"
     shutil.rmtree(config.out)
+
+
+def test_slots_of_a_causal_block_see_those_before(settings: Settings) -> None:
+    drafters = [task_of(settings(causal=causal)).drafter.eval() for causal in (False, True)]
+    states, anchors = torch.randn(1, 6, 96), torch.tensor([[4]])
+    for drafter in drafters:
+        plain, last_changed = torch.tensor([[[5, 0, 0, 0]]]), torch.tensor([[[5, 0, 0, 9]]])
+        embed = torch.nn.Embedding(48, 32)
+        with torch.no_grad():
+            before, after = (
+                drafter(states, anchors, ids, embed)[0, 0] for ids in (plain, last_changed)
+            )
+        same = (before == after).all(-1).tolist()
+        assert same == ([True, True, False] if drafter.config.causal else [False] * 3)
