@@ -207,7 +207,12 @@ def test_evaluation_refuses_another_shape(settings: Settings) -> None:
 
 def test_uploads_the_finished_folder(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(trainer, "push_to_hub", lambda *given: seen.append(given) or "address")
+
+    def push(*given: object) -> str:
+        seen.append(given)
+        return "address"
+
+    monkeypatch.setattr(trainer, "push_to_hub", push)
     config = settings(max_steps=1, push_to_hub="user/drafter")
     lines: list[str] = []
     train_nar(config, lines.append)
