@@ -13,13 +13,14 @@ from test_hosted_model import BLOCK, BLOCKS, PREFIXES, SCRATCH, update
 
 from vllm_spec_ext.engine.models import block_model as module
 from vllm_spec_ext.engine.models.block_model import BlockModel, BlockSettings
+from vllm_spec_ext.engine.models.block_pass import BlockPass
 from vllm_spec_ext.engine.models.branches import Scratch
 from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
 from vllm_spec_ext.proposers.models import BlockFacts, SlotCandidates, SlotHint
 from vllm_spec_ext.proposers.records import RequestStep
 
-MASK, SLOTS, MAX_LEN = VOCAB - 1, 5, 40
+MASK, SLOTS, MAX_LEN = VOCAB - 1, 5, 32
 
 
 def block_model(toy: Any, scratch: int = SCRATCH) -> BlockModel:
@@ -129,11 +130,10 @@ class Simulation:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_slot_equals_a_dense_computation(seed: int) -> None:
-    simulation = Simulation(seed).run(100)
+    simulation = Simulation(seed).run(150)
     assert simulation.wrong == 0
-    assert simulation.slots > 1000
+    assert simulation.slots > 500
     assert simulation.refused == 0  # nobody has a gap, whatever steps draft nothing
-    assert simulation.too_long > 0
     assert simulation.scheduler.num_hits > 20
     assert simulation.scheduler.num_preempted > 2
     assert simulation.scheduler.num_sessions > 2
@@ -176,7 +176,11 @@ def blocks_keep_their_marks(patch: pytest.MonkeyPatch) -> None:
 
 def rows_see_what_is_before(patch: pytest.MonkeyPatch) -> None:
     original = module.lay_out_blocks
-    patch.setattr(module, "lay_out_blocks", lambda *given: original(*given[:-1], True))
+
+    def causal(*given: Any) -> BlockPass:
+        return original(*given[:-1], True)
+
+    patch.setattr(module, "lay_out_blocks", causal)
 
 
 def scratch_is_shared(patch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 from paged_toy import VOCAB, ToyModel, ToyRequest, ToyScheduler
 
 from vllm_spec_ext.engine.models.batch_events import BlockEvents
+from vllm_spec_ext.engine.models.block_model import BlockModel
 from vllm_spec_ext.engine.models.branches import Scratch
 from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
 from vllm_spec_ext.engine.models.forward_times import ForwardTimes
@@ -193,7 +194,7 @@ class Simulation:
         return self.texts[id(branch)]
 
 
-def update(model: HostedModel, events: BlockEvents) -> None:
+def update(model: HostedModel | BlockModel, events: BlockEvents) -> None:
     """As the host does it."""
     model.forget(events.gone)
     model.blocks.copied(events.copied)
