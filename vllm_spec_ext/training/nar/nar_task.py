@@ -37,6 +37,9 @@ from vllm_spec_ext.training.target import Target, pick_dtype
 from vllm_spec_ext.training.text_copies import TextCopies
 
 _SMOOTHING = 0.9  # of the figures in progress lines
+# Copies' gates and trusts are logits, which have some units to go; a step of Adam is as long as the
+# learning rate.
+_GATE_RATE = 30.0
 _SCALE_TEXTS = 8  # on which the sizes of states are measured
 
 
@@ -94,14 +97,15 @@ class NarTask:
         self._set_first_weights()
         _drop_out(self.drafter, config.dropout)
         self.modules: dict[str, nn.Module] = {"drafter": self.drafter, "scales": self.scales}
-        # Decay is for matrices; gates, queries and norms start where they should be.
-        matrices = [p for n, p in self.drafter.named_parameters() if _is_matrix(n, p)]
-        others = [p for n, p in self.drafter.named_parameters() if not _is_matrix(n, p)]
         rate = config.learning_rate
         groups: list[dict[str, Any]] = [
-            {"params": matrices, "peak_lr": rate, "weight_decay": config.weight_decay},
-            {"params": others, "peak_lr": rate, "weight_decay": 0.0},
+            {"params": [], "peak_lr": rate, "weight_decay": config.weight_decay},
+            {"params": [], "peak_lr": rate, "weight_decay": 0.0},
+            {"params": [], "peak_lr": rate * _GATE_RATE, "weight_decay": 0.0},
         ]
+        for name, parameter in self.drafter.named_parameters():
+            groups[_group(name, parameter)]["params"].append(parameter)
+        groups = [group for group in groups if group["params"]]
         self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98))
         self._shown: dict[str, float] = {}
 
@@ -310,8 +314,11 @@ def _slot_tokens(blocks: Blocks) -> SlotTokens:
     )
 
 
-def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.dim() > 1 and not name.endswith(("slot_queries", "copy_gate", "copy_trust"))
+def _group(name: str, parameter: nn.Parameter) -> int:
+    """0: matrices, which decay; 1: queries and norms, which have their size; 2: gates."""
+    if name.endswith(("copy_gate", "copy_trust")):
+        return 2
+    return 0 if parameter.dim() > 1 and not name.endswith("slot_queries") else 1
 
 
 def _drop_out(drafter: NarDrafter, part: float) -> None:
