@@ -71,18 +71,26 @@ def draft_configs(
 
 
 def with_kind(spec: ModelSpec) -> ModelSpec:
-    """The kind that the checkpoint says, where the method does not.
+    """The kind that the checkpoint says, where the method does not; block drafters are one.
 
     Raises:
         SpecExtError: There is no such model, or it drafts in a way that the method does not.
     """
-    if spec.kind is not None:
+    if spec.kind not in (None, "dflash"):
         return spec
     folder = _local(spec)
     try:
         found = read_config(spec.model if folder is None else folder)
     except OSError as error:
         raise _cannot_be_used(spec, error) from error
+    if spec.kind == "dflash":
+        if not is_dflash(found):
+            names = ", ".join(found.get("architectures") or ()) or "none"
+            raise SpecExtError(
+                f"draft model {spec.name} ({shown(spec.model)}): found architecture {names}, "
+                "expected a drafter of blocks (DFlashDraftModel) that was trained for this target"
+            )
+        return spec
     if is_dflash(found):
         raise SpecExtError(
             f"draft model {spec.name} ({shown(spec.model)}): found a DFlash drafter, which drafts "

@@ -90,8 +90,10 @@ class PagedBlocks(PagedModel):
         """Candidates of each wanted row."""
         self._current = plan
         hidden = self._hidden_of(plan.rows)[self._on_device(plan.rows.wanted)]
-        logits = self._preferring_copies(hidden, self._slot_logits(hidden), plan)
-        scores = logits.float()
+        logits = self._slot_logits(hidden)
+        if logits is None:  # vLLM gives them to the first rank alone, which decides
+            return BlockOutput(hidden.new_empty(0, 0).long(), hidden.new_empty(0, 0, 0))
+        scores = self._preferring_copies(hidden, logits, plan).float()
         best, places = scores.topk(min(plan.num_candidates, scores.shape[-1]), dim=-1)
         base = best - scores.logsumexp(dim=-1, keepdim=True)
         tokens = self._logits.tokens(places)
