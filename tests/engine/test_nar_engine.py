@@ -137,7 +137,7 @@ def test_drafts_by_definition(
             assert sum(out.num_cached_tokens for out in outputs) > 100
     dense = DenseDrafter(tiny_model, Path(drafters[METHODS[name]["model"]]))
     assert len(records) > 300
-    assert greatest_difference(dense, records) < 5e-5
+    assert greatest_difference(dense, records) < 2e-5
 
 
 def predictions(records: list[Record]) -> dict[tuple[int, ...], SlotCandidates]:
@@ -191,7 +191,7 @@ def test_preemption(
     assert preempted
     dense = DenseDrafter(tiny_model, Path(drafters[METHODS[name]["model"]]))
     assert all(found is not None for text, _, slots, found in records if slots > 0)
-    assert greatest_difference(dense, records, step=9) < 5e-5
+    assert greatest_difference(dense, records, step=9) < 2e-5
 
 
 def test_nothing_is_left_of_requests_that_end(engines: Any) -> None:
@@ -312,9 +312,9 @@ def test_gad_plus_plus(engines: Any, plain: Any) -> None:
     rule = {"type": "tolerance", "beta": 5, "tau": 3.0}
     lossy = engines("all_tree", scorer=rule, allow_lossy=True)
     long = Scenario([{"max_tokens": 60, "ignore_eos": True}], PROMPTS)
-    outputs = tokens(run(lossy, long))
-    assert [len(out[0]) for out in outputs] == [60] * len(PROMPTS)
-    assert outputs != tokens(run(plain, long))
+    outputs, exact = tokens(run(lossy, long)), tokens(run(plain, long))
+    assert [len(out[0]) for out in outputs] == [len(out[0]) for out in exact]
+    assert outputs != exact
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -392,8 +392,13 @@ def test_files_that_are_missing_or_damaged(tiny_model: Path, tmp_path: Path) -> 
     refused("found architecture LlamaForCausalLM, expected a drafter of blocks", model)
 
 
+# All but the prompt that comes near the greatest length: while one request does, vLLM 0.32 drafts
+# for none, and its drafter never gets the context of these steps.
+SHORT = Scenario([{"max_tokens": n} for n in (12, 60, 33, 9, 2, 47, 75)], PROMPTS[:4] + PROMPTS[5:])
+
+
 @pytest.fixture
-def vllms(make_engine: Any, drafters: dict[str, str], expected: dict[str, Any]) -> Any:
+def vllms(make_engine: Any, drafters: dict[str, str], plain: Any) -> Any:
     """Drafts of vLLM's own method ``dflash``, by the text before them."""
 
     def drafts(kind: str) -> dict[tuple[int, ...], list[int]]:
@@ -413,8 +418,8 @@ def vllms(make_engine: Any, drafters: dict[str, str], expected: dict[str, Any]) 
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runner, "propose_draft_token_ids", record)
-            for name in ("mixed_lengths", "prefix_reused"):
-                assert tokens(run(engine, SCENARIOS[name])) == expected[name]
+            for _ in range(2):  # the second time with prefix hits
+                assert tokens(run(engine, SHORT)) == tokens(run(plain, SHORT))
         return found
 
     return drafts
@@ -431,8 +436,8 @@ def test_same_drafts_as_vllm(
     """
     theirs = vllms(kind)
     engine = engines("chain", model=drafters[kind])
-    for name in ("mixed_lengths", "prefix_reused"):
-        run(engine, SCENARIOS[name])
+    run(engine, SHORT)
+    assert sum(out.num_cached_tokens for out in run(engine, SHORT)) > 100
     pairs = [
         (found.tokens[:, 0].tolist(), theirs[text])
         for text, _, _, found in records
@@ -445,4 +450,4 @@ def test_same_drafts_as_vllm(
 
 
 def test_extras_do_not_keep_vllm_from_running_a_checkpoint(vllms: Any) -> None:
-    assert len(vllms("extras")) > 200
+    assert len(vllms("extras")) > 100
