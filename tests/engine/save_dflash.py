@@ -51,8 +51,7 @@ def random_drafter(target: Path, seed: int = 3, k_norms: bool = True, **changes:
     with torch.no_grad():
         for name, weight in drafter.named_parameters():
             if weight.dim() == 2:
-                own = "extras" in name and "selector" not in name
-                weight.normal_(0, 1.0 if own else 0.12)
+                weight.normal_(0, 0.05 if "selector" in name else 1.0 if "extras" in name else 0.12)
             elif "k_norm" in name and not k_norms:
                 pass
             elif "norm" in name:

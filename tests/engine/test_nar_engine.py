@@ -137,7 +137,7 @@ def test_drafts_by_definition(
             assert sum(out.num_cached_tokens for out in outputs) > 100
     dense = DenseDrafter(tiny_model, Path(drafters[METHODS[name]["model"]]))
     assert len(records) > 300
-    assert greatest_difference(dense, records) < 5e-5
+    assert greatest_difference(dense, records) < 2e-5
 
 
 def predictions(records: list[Record]) -> dict[tuple[int, ...], SlotCandidates]:
@@ -191,7 +191,7 @@ def test_preemption(
     assert preempted
     dense = DenseDrafter(tiny_model, Path(drafters[METHODS[name]["model"]]))
     assert all(found is not None for text, _, slots, found in records if slots > 0)
-    assert greatest_difference(dense, records, step=9) < 5e-5
+    assert greatest_difference(dense, records, step=9) < 2e-5
 
 
 def test_nothing_is_left_of_requests_that_end(engines: Any) -> None:
@@ -312,9 +312,9 @@ def test_gad_plus_plus(engines: Any, plain: Any) -> None:
     rule = {"type": "tolerance", "beta": 5, "tau": 3.0}
     lossy = engines("all_tree", scorer=rule, allow_lossy=True)
     long = Scenario([{"max_tokens": 60, "ignore_eos": True}], PROMPTS)
-    outputs = tokens(run(lossy, long))
-    assert [len(out[0]) for out in outputs] == [60] * len(PROMPTS)
-    assert outputs != tokens(run(plain, long))
+    outputs, exact = tokens(run(lossy, long)), tokens(run(plain, long))
+    assert [len(out[0]) for out in outputs] == [len(out[0]) for out in exact]
+    assert outputs != exact
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -177,8 +177,8 @@ def blocks_keep_their_marks(patch: pytest.MonkeyPatch) -> None:
 def rows_see_what_is_before(patch: pytest.MonkeyPatch) -> None:
     original: Any = module.lay_out_blocks
 
-    def causal(*given: Any) -> BlockPass:
-        return original(*given[:-1], True)
+    def causal(blocks: Any, size: int, num_ids: int, mask: int, number: int, _: bool) -> BlockPass:
+        return original(blocks, size, num_ids, mask, number, True)
 
     patch.setattr(module, "lay_out_blocks", causal)
 

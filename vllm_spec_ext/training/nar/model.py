@@ -33,6 +33,8 @@ from vllm_spec_ext.proposers.nar.layout import (
     read_nar_config,
 )
 
+_BLOCKS_TOGETHER = 8  # in one call of attention
+
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -53,6 +55,7 @@ class DrafterConfig:
     max_position_embeddings: int = 32768
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
+    causal: bool = False  # rows of a block see those before them only
     own_mask_embedding: bool = False  # else the target's, of mask_token_id
     nar: NarConfig = field(default_factory=NarConfig)
 
@@ -68,7 +71,7 @@ class DrafterConfig:
 
     def to_json(self, dtype: str = "float32") -> dict[str, Any]:
         """config.json."""
-        own = ("target_layer_ids", "mask_token_id", "own_mask_embedding", "nar")
+        own = ("target_layer_ids", "mask_token_id", "causal", "own_mask_embedding", "nar")
         given = {name: value for name, value in asdict(self).items() if name not in own}
         if self.target_hidden_size is None:
             del given["target_hidden_size"]
@@ -80,6 +83,7 @@ class DrafterConfig:
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
+                **({"causal": True} if self.causal else {}),
             },
             "attention_bias": False,
             "hidden_act": "silu",
@@ -107,6 +111,7 @@ class DrafterConfig:
             **known,
             mask_token_id=given["dflash_config"]["mask_token_id"],
             target_layer_ids=tuple(given["dflash_config"]["target_layer_ids"]),
+            causal=bool(given["dflash_config"].get("causal", False)),
             own_mask_embedding=(folder / MASK_NAME).is_file(),
             nar=read_nar_config(dict(given), folder),
         )
@@ -139,7 +144,7 @@ def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Rows of a block see the context in front of it, and their whole block."""
+    """Rows of a block see the context in front of it, and their block (or its rows before)."""
 
     def __init__(self, config: DrafterConfig) -> None:
         """Qwen3's: a norm for each head's queries and keys, no biases."""
@@ -169,22 +174,44 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[b, m, B, hidden]."""
         b, m, rows, _ = x.shape
-        n, kv = context.shape[1], self.config.num_key_value_heads
-        groups, size = self.config.num_attention_heads // kv, self.config.head_dim
+        n, kv, size = context.shape[1], self.config.num_key_value_heads, self.config.head_dim
         flat, places = x.flatten(1, 2), positions.flatten(1, 2)
-        queries = self.q_norm(self.q_proj(flat).view(b, m * rows, kv * groups, size))
-        queries = _rotated(queries, places, self.config.rope_theta) * size**-0.5
-        queries = queries.view(b, m, rows, kv, groups, size)
-        ours, our_values = (t.view(b, m, rows, kv, size) for t in self.keys_values(flat, places))
+        queries = self.q_norm(self.q_proj(flat).view(b, m * rows, -1, size))
+        queries = _rotated(queries, places, self.config.rope_theta)
         tokens = torch.arange(n, device=x.device).expand(b, n)
-        theirs, their_values = self.keys_values(context, tokens)
-        far = torch.einsum("bmrkgd,bnkd->bkgmrn", queries, theirs)
-        far = far.masked_fill(hidden_places[:, None, None, :, None, :], -torch.inf)
-        near = torch.einsum("bmrkgd,bmskd->bkgmrs", queries, ours)
-        weights = torch.cat([far, near], dim=-1).float().softmax(-1).to(x.dtype)
-        mixed = torch.einsum("bkgmrn,bnkd->bmrkgd", weights[..., :n], their_values)
-        mixed = mixed + torch.einsum("bkgmrs,bmskd->bmrkgd", weights[..., n:], our_values)
-        attended: Tensor = self.o_proj(mixed.reshape(b, m, rows, -1))
+        # A few blocks at a time go through one attention: its keys are the context and these
+        # blocks. One block at a time would copy the context often, all would be a large mask.
+        together = min(_BLOCKS_TOGETHER, m)
+        groups = -(-m // together)
+        empty = groups * together - m  # blocks that fill the last group
+
+        def grouped(heads: Tensor) -> Tensor:  # [b, m * rows, heads, size]
+            blocks = functional.pad(heads.unflatten(1, (m, rows)), (0, 0) * 3 + (0, empty))
+            return blocks.reshape(b * groups, together * rows, -1, size).transpose(1, 2)
+
+        def behind(theirs: Tensor, ours: Tensor) -> Tensor:
+            every = theirs.unsqueeze(1).expand(b, groups, n, kv, size).flatten(0, 1)
+            return torch.cat([every.transpose(1, 2), grouped(ours)], dim=2)
+
+        far = functional.pad(~hidden_places, (0, 0, 0, empty)).view(b * groups, together, n)
+        far = far.repeat_interleave(rows, dim=1)  # [b * groups, together * rows, n]
+        block = torch.arange(together * rows, device=x.device) // rows
+        near = block.unsqueeze(1) == block
+        if self.config.causal:
+            near = near.tril()
+        near = near.expand(b * groups, -1, -1)
+        keys, values = map(
+            behind, self.keys_values(context, tokens), self.keys_values(flat, places)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            grouped(queries).to(values.dtype),
+            keys.to(values.dtype),
+            values,
+            attn_mask=torch.cat([far, near], dim=-1).unsqueeze(1),
+            enable_gqa=True,
+        )
+        mixed = mixed.transpose(1, 2).reshape(b, groups * together, rows, -1)[:, :m]
+        attended: Tensor = self.o_proj(mixed)
         return attended
 
 
