@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Acceptance of each method on fixed prompts and the real small model must not get worse.
 
-One benchmark run records plain decoding and the heads that come with the package, in float32 and
-greedily; what needs no model is replayed on the recorded answers. No clock decides anything here,
-so the figures are the same on every machine; the thresholds stand a little below them, for other
-builds of the target's arithmetic.
+The benchmark's engines record plain decoding and the heads that come with the package, in float32
+and greedily; what needs no model is replayed on the recorded answers. No clock decides anything
+here, so the figures are the same on every machine; the thresholds stand a little below them, for
+other builds of the target's arithmetic.
 """
 
 import importlib.util
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from fenced_blocks import ROOT
-from published_runs import ONE_PROCESS, model_folder, vllm_spec
+from published_runs import ONE_PROCESS, model_folder
 
-from vllm_spec_ext.bench import saved
-from vllm_spec_ext.bench.session import BenchResult
+from vllm_spec_ext.bench.engine_client import EngineClient
+from vllm_spec_ext.bench.records import Run
+from vllm_spec_ext.bench.session import BenchResult, sampling_of
+from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.cli import simulate
 from vllm_spec_ext.cli.demo_heads import demo_heads
 from vllm_spec_ext.replay import Recording, replay
@@ -55,7 +56,6 @@ SETTINGS = {
     "max_tokens": 64,
     "repeats": 1,
     "dtype": "float32",
-    "engine_args": {"kv_cache_memory_bytes": 256 << 20},  # five engines are up at the same time
 }
 
 
@@ -84,12 +84,19 @@ def test_they_are_small() -> None:
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchResult:
+    """As of `vllm-spec bench`, with one engine after another: five take 10 GiB."""
     folder = tmp_path_factory.mktemp("acceptance")
-    config, result = folder / "bench.json", folder / "result.json"
-    config.write_text(json.dumps({"model": model_folder(), **SETTINGS}))
-    done = vllm_spec("bench", "--config", str(config), "--json", str(result), variables=ONE_PROCESS)
-    assert done.returncode == 0, done.stderr  # float32: every answer identical
-    return saved.load(result).result
+    settings = BenchSettings.model_validate({"model": model_folder(), **SETTINGS})
+    result = BenchResult(settings, settings.all_methods(), settings.questions())
+    for method in result.methods:
+        with EngineClient(method.name, folder / f"{method.name}.log", ONE_PROCESS) as engine:
+            sampling = sampling_of(settings)
+            engine.start(settings.model, method, settings.llm_args(), sampling)
+            result.facts[method.name] = engine.prepare(result.questions, settings.warm_up, 1)
+            run = engine.run(range(len(result.questions)), 1)
+        result.runs.append(Run(method.name, 1, 0, run))
+    assert result.broken_promises() == []  # float32: every answer identical
+    return result
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ ARGUMENTS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 96,
     "block_size": 32,
-    "kv_cache_memory_bytes": 64 << 20,  # a module may have dozens of engines
+    "kv_cache_memory_bytes": 32 << 20,  # a module may have dozens of engines
     "enable_prefix_caching": True,
     "disable_log_stats": False,
     "seed": 0,
