@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from toy_language import save_random_llama, write_texts
 
 from vllm_spec_ext.training.draft.schema import DraftTraining
-from vllm_spec_ext.training.shards import TokenSequence, open_manifest, shard_path, write_shard
 
 LAYERS = 4
 VOCAB = 320
@@ -34,25 +33,11 @@ def _one_thread() -> Iterator[None]:
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random four-layer Llama: 4 heads that share 2 KV heads."""
     from tokenizers import ByteLevelBPETokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    folder = tmp_path_factory.mktemp("target")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
+    folder = save_random_llama(
+        tmp_path_factory.mktemp("target"), vocab_size=VOCAB, num_hidden_layers=LAYERS
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
     words = ByteLevelBPETokenizer()
     words.train_from_iterator(
         SENTENCES * 4,
@@ -71,21 +56,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of a language in which every token follows from the one before."""
-    folder = tmp_path_factory.mktemp("data")
-    random = np.random.default_rng(0)
-    sequences = []
-    for _ in range(60):
-        text = random.integers(2, 48, 3).tolist()
-        while len(text) < 24:
-            text.append(2 + (text[-1] * 5 + 7) % 46)
-        sequences.append(TokenSequence(text, 3))
-    open_manifest(
-        folder,
-        {"num_shards": 1, "prompts_per_shard": 60, "prompts_sha256": "x", "kind": "synthetic"},
-    )
-    write_shard(shard_path(folder, 0), sequences)
-    return folder
+    """Shards of texts, of 48 of the tokens."""
+    return write_texts(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
