@@ -104,7 +104,7 @@ class DraftModel(Protocol):
         """
 
     def logits(self, branches: Sequence[Branch]) -> "torch.Tensor":
-        """[len(branches), vocab_size] float32, of the token behind each branch.
+        """[len(branches), vocab_size] float32, of the token behind each branch; read only.
 
         Raises:
             ValueError: A branch is dead, or was rewound to where its logits are not known.

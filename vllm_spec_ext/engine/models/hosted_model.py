@@ -446,7 +446,10 @@ class HostedModel:
         tensors = {id(tensor): tensor for tensor, _ in rows}
         if len(tensors) == 1:
             (tensor,) = tensors.values()
-            found = tensor[[row for _, row in rows]]
+            wanted = [row for _, row in rows]
+            # A level of chains wants all rows of its pass as they are; copying takes longer than
+            # choosing among them.
+            found = tensor if wanted == list(range(len(tensor))) else tensor[wanted]
         elif not rows:
             return torch.empty(0, self.vocab_size)
         else:
