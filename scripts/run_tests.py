@@ -10,6 +10,7 @@ and the last line is pytest's, with the numbers of all parts together. The tests
 processes together ever take more than :data:`MOST_MEMORY_GIB`.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -39,6 +40,7 @@ PASSED, FAILED, STOPPED, NO_TESTS = 0, 1, 2, 5  # pytest's exit statuses after a
 
 # "===== 3 failed, 1 passed in 1.23s =====", with -q without the frame
 CLOSING = re.compile(r"=* ?((?:\d+ \w+(?:, )?)+) in [\d.]+s(?: \([\d:]+\))? ?=*")
+COUNTABLE = ("error", "warning")  # its words that have a plural
 SECTION = re.compile(r"=+ (.+) =+")
 
 
@@ -62,7 +64,7 @@ class Part:
     def counts(self) -> Counter[str]:
         """Numbers of tests by what became of them."""
         pairs = (pair.split() for pair in (self.closing or "").split(", ") if pair)
-        return Counter({word: int(number) for number, word in pairs})
+        return Counter({_singular(word): int(number) for number, word in pairs})
 
     @property
     def passed(self) -> bool:
@@ -93,8 +95,7 @@ class Part:
     def failures(self) -> list[str]:
         """The lines that name what failed."""
         summary = self.section("short test summary info")
-        named = [line for line in summary if line.startswith(("FAILED", "ERROR"))]
-        return named + ([f"ERROR {self.name}: {self.problem}"] if self.problem else [])
+        return [line for line in summary if line.startswith(("FAILED", "ERROR"))]
 
 
 class Memory:
@@ -191,13 +192,16 @@ class Runner:
         part.seconds = time.monotonic() - started
 
 
-def report(parts: Sequence[Part], peak_bytes: int, seconds: float) -> tuple[list[str], bool]:
+def report(
+    parts: Sequence[Part], peak_bytes: int, seconds: float, failed_before: Sequence[str] = ()
+) -> tuple[list[str], bool]:
     """What stands at the end.
 
     Args:
         parts: All of them, ended.
         peak_bytes: Memory of all processes together.
         seconds: Of the whole.
+        failed_before: Steps that failed before the tests.
 
     Returns:
         Lines: failures, one for each part, and pytest's for all; and whether nothing failed.
@@ -210,44 +214,61 @@ def report(parts: Sequence[Part], peak_bytes: int, seconds: float) -> tuple[list
         if len(traces) > SHOWN_AGAIN:
             lines.append(f"{part.name}: {len(traces) - SHOWN_AGAIN} lines more are further up")
         lines += traces[-SHOWN_AGAIN:]
-    failures = [line for part in parts for line in part.failures()]
-    counts = sum((part.counts for part in parts), Counter[str]())
-    counts["error"] += counts.pop("errors", 0) + sum(part.problem is not None for part in parts)
     peak = f"{peak_bytes / GIB:.1f} GiB"
-    too_much = peak_bytes > MOST_MEMORY_GIB * GIB
-    if too_much:
-        counts["error"] += 1
-        failures.append(
+    errors = [f"ERROR {step}: failed before the tests, see further up" for step in failed_before]
+    errors += [f"ERROR {part.name}: {part.problem}" for part in parts if part.problem]
+    if peak_bytes > MOST_MEMORY_GIB * GIB:
+        errors.append(
             f"ERROR memory: the tests took {peak} at once, expected at most "
             f"{MOST_MEMORY_GIB:g} GiB: which engines live longer than they are needed?"
         )
-    lines += failures
+    lines += [line for part in parts for line in part.failures()]
+    lines += errors
+    counts = sum((part.counts for part in parts), Counter[str]())
+    counts["error"] += len(errors)
     for part in parts:
         outcome = part.problem or part.closing or "no tests ran"
         lines.append(f"{part.name}: {outcome} ({part.seconds:.0f} s)")
     lines.append(f"memory: at most {peak} at once, all processes together")
-    words = [f"{counts[word]} {word}" for word in _in_order(counts) if counts[word]]
-    lines.append(f" {', '.join(words) or 'no tests ran'} in {seconds:.2f}s ".center(80, "="))
-    return lines, all(part.passed for part in parts) and not too_much
+    lines.append(f" {_in_words(counts) or 'no tests ran'} in {seconds:.2f}s ".center(80, "="))
+    return lines, not errors and all(part.passed for part in parts)
 
 
-def _in_order(counts: Counter[str]) -> list[str]:
-    """Words of a closing line, as pytest orders them."""
-    known = ["failed", "passed", "skipped", "deselected", "xfailed", "xpassed"]
-    return [*known, *sorted(set(counts) - {*known, "error"}), "error"]
+def _in_words(counts: Counter[str]) -> str:
+    """As pytest's closing line has it, in its order."""
+    known = ["failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning"]
+    order = [*known, *sorted(set(counts) - {*known, "error"}), "error"]
+    plural = {word: "s" if word in COUNTABLE and counts[word] > 1 else "" for word in order}
+    return ", ".join(f"{counts[word]} {word}{plural[word]}" for word in order if counts[word])
+
+
+def _singular(word: str) -> str:
+    return word.removesuffix("s") if word.removesuffix("s") in COUNTABLE else word
 
 
 def main() -> int:
-    """Command line: arguments go to every pytest; returns the exit status."""
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description="Run all tests; other arguments go to every pytest.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--failed-before",
+        metavar="STEP",
+        action="append",
+        default=[],
+        help="a step that failed before; named at the end, and the tests fail",
+    )
+    given, for_pytest = parser.parse_known_args()
     started = time.monotonic()
-    parts = [Part(name, [*folders, *sys.argv[1:]]) for name, folders in PARTS.items()]
+    parts = [Part(name, [*folders, *for_pytest]) for name, folders in PARTS.items()]
     cores = sorted(os.sched_getaffinity(0))
     with Memory() as memory:
         try:
             Runner(parts).run(lanes(cores, has_gpu=shutil.which("nvidia-smi") is not None))
         except KeyboardInterrupt:
             return 130
-    lines, passed = report(parts, memory.peak_bytes, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    lines, passed = report(parts, memory.peak_bytes, seconds, given.failed_before)
     print("\n".join(lines), flush=True)
     return 0 if passed else 1
 

@@ -100,6 +100,18 @@ def test_too_much_memory_fails(
     assert " 2 passed, 1 error in " in lines[-1]
 
 
+def test_steps_that_failed_before_are_named_at_the_end(
+    run_tests: ModuleType, outcome: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["run_tests.py", "--failed-before=lint", "--failed-before=docs", "-q"]
+    monkeypatch.setattr(run_tests.sys, "argv", arguments)
+    status, lines = outcome(one=PASSING)
+    assert status == 1
+    assert lines[-5].startswith("ERROR lint: ")
+    assert lines[-4].startswith("ERROR docs: ")
+    assert " 2 passed, 2 errors in " in lines[-1]
+
+
 def test_nothing_selected_is_no_failure(
     run_tests: ModuleType, outcome: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
