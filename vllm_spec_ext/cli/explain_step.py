@@ -236,6 +236,8 @@ def run_engine(
     """Steps of one greedy request on a real engine, in a child process."""
     info = registry.info(method)  # a wrong name or option is refused before the engine starts
     parse_options(info.options, {k: v for k, v in given.items() if k != BUDGET}, method)
+    # A fresh engine holds drafts back, and one request is soon over.
+    settings = {"adaptive_length": False, **given}
     logs = Path(tempfile.mkdtemp(prefix="vllm-spec-step-"))
     status = Console(stderr=True)
     try:
@@ -245,7 +247,7 @@ def run_engine(
         ):
             engine.start(
                 target,
-                from_settings(method, given),
+                from_settings(method, settings),
                 {**ENGINE, "dtype": dtype},
                 Sampling(max_tokens),
             )
