@@ -33,7 +33,7 @@ PARTS = {  # those that take longest first
     "unit": ["tests/unit"],
 }
 GIB = 1 << 30
-MOST_MEMORY_GIB = 10.0
+MOST_MEMORY_GIB = 16.0
 SAMPLE_S = 1.0
 SHOWN_AGAIN = 150  # lines of the tracebacks of a part
 PASSED, FAILED, STOPPED, NO_TESTS = 0, 1, 2, 5  # pytest's exit statuses after a closing line
