@@ -12,13 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vllm_spec_ext.proposers.records import RequestStep
 
 if TYPE_CHECKING:
     import torch
 
-ModelKind = Literal["causal_lm", "eagle3"]
-"""A model of its own; one layer over the target's hidden states (EAGLE-3)."""
+ModelKind = Literal["causal_lm", "eagle3", "dflash"]
+"""A model of its own; one layer over the target's hidden states (EAGLE-3); layers over these that
+draft a block at once (DFlash)."""
 
 
 @dataclass(frozen=True)
@@ -115,3 +119,65 @@ class DraftModel(Protocol):
 
     def forward_seconds(self, num_rows: int) -> float | None:
         """A forward pass over this many tokens, as measured; None before any was."""
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """What a block drafter was trained for."""
+
+    num_slots: int  # most draft tokens of a block
+    copy_match: int = 0  # slots may be shown copies, of matches up to this length; 0 = never
+    reuse_tail: bool = False  # ... or the rest of a rejected draft
+    has_selector: bool = False  # its candidates' probabilities depend on the token before
+
+
+@dataclass(frozen=True)
+class SlotHint:
+    """Tokens that the slots of one request are shown."""
+
+    tokens: NDArray[np.int32]  # [n] of the first n slots
+    kind: int  # see NarConfig.num_copy_kinds
+
+
+@dataclass(frozen=True)
+class SlotCandidates:
+    """What a block drafter predicts for one request."""
+
+    tokens: NDArray[np.int32]  # [num_slots, m] the likeliest tokens of each slot by itself
+    log_probs: NDArray[np.float32]
+    """[num_slots, p, m] log-probability of each candidate behind each candidate of the slot before;
+    ``p = 1`` if it does not depend on these. Rows of the first slot are all the same."""
+
+
+class BlockDrafter(Protocol):
+    """A model that drafts a block of tokens in one pass, over the target's hidden states."""
+
+    name: str
+    facts: BlockFacts
+    max_model_len: int
+
+    def predict(
+        self,
+        requests: Sequence[RequestStep],
+        rows: Sequence[int],
+        num_slots: int,
+        num_candidates: int,
+        hints: Sequence[SlotHint | None] | None = None,
+    ) -> list[SlotCandidates | None]:
+        """Read one block behind each of these requests, in one forward pass.
+
+        Args:
+            requests: Of the step.
+            rows: Indices of those to draft for.
+            num_slots: Masks of a block; fewer where ``max_model_len`` is near. What a slot predicts
+                depends on their number, as all rows of a block see each other.
+            num_candidates: Of each slot.
+            hints: What the slots of each row are shown.
+
+        Returns:
+            Candidates of the first slots of each row, at most as many as its room; None where
+            there is no room, or part of the context is missing.
+        """
+
+    def forward_seconds(self, num_rows: int) -> float | None:
+        """A pass over blocks of so many rows together, as measured; None before any was."""

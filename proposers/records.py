@@ -13,7 +13,7 @@ from vllm_spec_ext.options import RequestOptions
 if TYPE_CHECKING:
     import torch
 
-    from vllm_spec_ext.proposers.models import DraftModel
+    from vllm_spec_ext.proposers.models import BlockDrafter, DraftModel
 
 IntArray = NDArray[np.int32]
 Drawn = Literal["iid", "without_replacement"]
@@ -101,10 +101,14 @@ class StepContext:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What the target made of one request's previous draft."""
+    """What the target made of one request's previous draft.
+
+    Of a draft that was not verified, to save time, it is what the target went on to say: such an
+    outcome may come some steps later, but before the request is drafted for again.
+    """
 
     request_id: str
-    num_drafted: int  # nodes that were really verified (the scheduler may cut a draft short)
+    num_drafted: int  # nodes that are known (the scheduler may cut a draft short)
     num_accepted: int  # accepted nodes, the bonus token not counted
     nodes: tuple[int, ...] | None = None  # the accepted ones, a path; None = the first, of a chain
 
@@ -155,3 +159,5 @@ class EngineHandle:
     proposer, and all have the same options. Files may be read everywhere."""
     models: "Sequence[DraftModel]" = ()
     """The draft models that the method asked for, in its order."""
+    block_drafters: "Sequence[BlockDrafter]" = ()
+    """Those of them that draft a block in one pass; they are not among ``models``."""

@@ -16,6 +16,7 @@ BUILTIN = {
     "input_copy": "vllm_spec_ext.proposers.input_copy:InputCopy",
     "adaptive_ngram": "vllm_spec_ext.proposers.adaptive_ngram:AdaptiveNgram",
     "blockwise": "vllm_spec_ext.proposers.blockwise:Blockwise",
+    "nar": "vllm_spec_ext.proposers.nar:Nar",
     "small_model": "vllm_spec_ext.proposers.small_model:SmallModel",
     "token_tree": "vllm_spec_ext.proposers.token_tree:TokenTree",
 }

@@ -14,11 +14,6 @@ from vllm_spec_ext.scorers.options import AnyOfRule, ScorerOptions
 from vllm_spec_ext.scorers.registry import RULES, names
 
 
-def is_strict(rule: ScorerOptions) -> bool:
-    """Whether a rule's parameters make it the exact rule."""
-    return rule.is_strict
-
-
 def parse_rule(given: str | Mapping[str, Any], owner: str = "scorer") -> ScorerOptions:
     """Validate a rule as the user gave it.
 

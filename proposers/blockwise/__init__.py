@@ -36,7 +36,8 @@ from vllm_spec_ext.proposers.blockwise.without_adapters import without_adapters
 from vllm_spec_ext.proposers.draft_tree import is_branching
 from vllm_spec_ext.proposers.payoff.node_payoff import NodePayoff
 from vllm_spec_ext.proposers.text_index.copied_tokens import copied_tokens
-from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex, warm_up
+from vllm_spec_ext.proposers.text_index.occurrence_index import warm_up
+from vllm_spec_ext.proposers.text_index.request_texts import RequestTexts
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ class Blockwise(BaseProposer):
         self._heads: BlockwiseHeads | None = None
         self._target: Any = None
         self._payoff = NodePayoff()
-        self._texts: dict[str, OccurrenceIndex] = {}  # of unfinished requests, with copy_match
+        self._texts = RequestTexts()  # with copy_match
 
     @classmethod
     def check(cls, options: MethodOptions, target: TargetFacts) -> None:
@@ -170,7 +171,7 @@ class Blockwise(BaseProposer):
         """Forget the outcomes that will not come, and the texts."""
         for request_id in request_ids:
             self._payoff.forget(request_id)
-            self._texts.pop(request_id, None)
+            self._texts.forget(request_id)
 
     def _confidence(self, min_probability: float | None) -> float:
         """Least path probability of a node that is drafted; 0 drafts all."""
@@ -209,20 +210,10 @@ class Blockwise(BaseProposer):
             return TokensSeen(torch.tensor(last).to(device))
         rows = np.empty((len(requests), 2 + config.num_heads), np.int64)
         for row, request in zip(rows, requests, strict=True):
-            found = copied_tokens(self._text(request), config.copy_match, config.num_heads)
+            found = copied_tokens(self._texts.of(request), config.copy_match, config.num_heads)
             row[0], row[1], row[2:] = request.token_ids[-1], found.length, found.tokens
         sent = torch.from_numpy(rows).to(device)
         return TokensSeen(sent[:, 0], sent[:, 2:], sent[:, 1])
-
-    def _text(self, request: RequestStep) -> OccurrenceIndex:
-        """The index of all tokens of a request."""
-        tokens = request.token_ids
-        text = self._texts.get(request.request_id)
-        # vLLM takes tokens back where a session's input goes on; then the index starts again.
-        if text is None or len(text) > len(tokens) or text.tokens[-1] != tokens[len(text) - 1]:
-            text = self._texts[request.request_id] = OccurrenceIndex(len(tokens))
-        text.append(tokens[len(text) :])
-        return text
 
     def _candidates(
         self, logits: "torch.Tensor", need_probs: bool

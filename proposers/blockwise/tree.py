@@ -34,7 +34,7 @@ def best_tree(
         likeliest node at every depth; a parent stands before its children.
     """
     nodes = _best_first(log_probs, budget, min_log_prob)
-    return _depth_first(nodes)
+    return depth_first(nodes)
 
 
 @kernel
@@ -93,10 +93,15 @@ def _best_first(
 
 
 @kernel
-def _depth_first(
+def depth_first(
     nodes: NDArray[np.int32],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Reorder nodes; siblings were found in the order of their rank, so the likeliest is first."""
+    """``(depths, ranks, parents)`` of nodes as they were found, in depth-first pre-order.
+
+    Args:
+        nodes: [n, 3] parent, depth, rank; siblings were found in the order of their probability, so
+            the likeliest is first.
+    """
     count = len(nodes)
     depths = np.empty(count, np.int32)
     ranks = np.empty(count, np.int32)

@@ -124,6 +124,7 @@ def test_vllm_spec(
     monkeypatch.setattr(bench_module, "demo_model", model_folder)
     monkeypatch.setattr("vllm_spec_ext.training.blockwise.trainer.train_blockwise", stop)
     monkeypatch.setattr("vllm_spec_ext.training.draft.trainer.train_draft", stop)
+    monkeypatch.setattr("vllm_spec_ext.training.nar.trainer.train_nar", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.plan.measure_drafts", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.top.fetch", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.plan.record_method", stop)
@@ -190,6 +191,7 @@ def test_vllm_serve_lines(tmp_path: Path) -> None:
     for name in ("small", "other"):
         (tmp_path / "drafts" / name).symlink_to(model_folder())
     (tmp_path / "draft").symlink_to(model_folder())  # a model of the target's vocabulary
+    save_drafter(tmp_path / "drafter")
     (tmp_path / "chats.jsonl").write_text('{"text": "He goes home. He goes home again."}\n' * 3)
     build = ["corpus", "build", "--tokenizer", model_folder(), "--input"]
     with pytest.raises(SystemExit):
@@ -207,6 +209,28 @@ def test_vllm_serve_lines(tmp_path: Path) -> None:
         check=False,
     )
     assert "all accepted" in done.stdout, done.stderr[-3000:]
+
+
+def save_drafter(folder: Path) -> None:
+    """An untrained block drafter of the documented model."""
+    from vllm_spec_ext.training.nar.model import DrafterConfig, NarDrafter
+
+    theirs = json.loads((Path(model_folder()) / "config.json").read_text())
+    NarDrafter(
+        DrafterConfig(
+            hidden_size=theirs["hidden_size"],
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=theirs["num_attention_heads"],
+            num_key_value_heads=theirs["num_key_value_heads"],
+            head_dim=theirs["hidden_size"] // theirs["num_attention_heads"],
+            vocab_size=theirs["vocab_size"],
+            block_size=7,
+            mask_token_id=0,
+            target_layer_ids=(1, theirs["num_hidden_layers"] - 1),
+            num_target_layers=theirs["num_hidden_layers"],
+        )
+    ).save(folder)
 
 
 @pytest.mark.parametrize("command", starting_with("curl"))

@@ -42,3 +42,38 @@ def run(
 def tokens(outputs: Sequence[Any]) -> list[list[list[int]]]:
     """Token ids of every completion of every prompt."""
     return [[list(completion.token_ids) for completion in out.outputs] for out in outputs]
+
+
+def run_with_aborts(
+    engine: Any,
+    scenario: Scenario,
+    aborted: Sequence[int],
+    at_step: int,
+    truths: Sequence[Sequence[int]] | None = None,
+) -> dict[int, list[int]]:
+    """Generate for all prompts of a scenario; some are aborted on the way.
+
+    Args:
+        engine: An ``LLM``.
+        scenario: What to run.
+        aborted: Places of the prompts that are aborted.
+        at_step: Before which step of the engine.
+        truths: For test drafters: the true output of each prompt.
+
+    Returns:
+        Token ids of the others, by place.
+    """
+    core, finished = engine.llm_engine, {}
+    for i, prompt in enumerate(scenario.prompts):
+        extra = {"truth": list(truths[i])} if truths is not None else None
+        core.add_request(f"abort-{i}", prompt, sampling_params(scenario.params[i], extra))
+    for step in range(1000):
+        if step == at_step:
+            core.abort_request([f"abort-{i}" for i in aborted])
+        for out in core.step():
+            if out.finished and out.outputs[0].finish_reason != "abort":
+                place = int(out.request_id.removeprefix("abort-"))
+                finished[place] = list(out.outputs[0].token_ids)
+        if not core.has_unfinished_requests():
+            break
+    return finished

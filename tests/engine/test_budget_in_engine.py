@@ -13,9 +13,9 @@ SCENARIO = Scenario([{"max_tokens": 60, "ignore_eos": True}], PROMPTS[:1])
 NOISE = {"method": "noise", "num_speculative_tokens": 8}
 
 
-def held_back(runner: Any) -> float:
+def counted(runner: Any, name: str) -> float:
     """What the worker counted."""
-    return float(runner.drafter._counters._values[list(COUNTERS).index("held_back")])
+    return float(runner.drafter._counters._values[list(COUNTERS).index(name)])
 
 
 def test_a_fresh_engine_decodes_plainly_first_and_counts_drafting(make_engine: Any) -> None:
@@ -23,19 +23,24 @@ def test_a_fresh_engine_decodes_plainly_first_and_counts_drafting(make_engine: A
     engine = make_engine(speculative_config={**NOISE, "adaptive_length": True})
     runner = runner_of(engine)
     rooms: list[int] = []
+    shadows: list[bool] = []
     draft = runner.drafter.draft
 
-    def watched(step: Any, outcomes: Any) -> Any:
+    def watched(step: Any, outcomes: Any, known: Any, is_shadow: bool) -> Any:
         rooms.append(sum(request.room for request in step.requests))
-        return draft(step, outcomes)
+        shadows.append(is_shadow)
+        return draft(step, outcomes, known, is_shadow)
 
     runner.drafter.draft = watched
     truths = [outputs[0] for outputs in expected]
     assert tokens(run(engine, SCENARIO, truths)) == expected
     assert rooms[:3] == [0, 0, 0]
+    assert shadows[:4] == [False, False, False, True]
+    assert counted(runner, "shadow_nodes") >= 1
+    assert not runner.step_drafts._shadows  # the request is gone
     assert not runner.step_drafts.budget.costs.needs_plain(1)
     assert runner.step_drafts.budget._drafting or not any(rooms)
-    assert held_back(runner) >= 3
+    assert counted(runner, "held_back") >= 3
 
 
 def test_switched_off_nothing_is_held_back(make_engine: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from generation import ALWAYS_DRAFT, run, sampling_params, tokens
+from generation import ALWAYS_DRAFT, run, run_with_aborts, tokens
 from scenarios import PROMPTS, SCENARIOS, Scenario
 
 from vllm_spec_ext.proposers import registry
@@ -99,21 +99,9 @@ def test_abort_in_mid_generation(plain: Any, speculative: Any) -> None:
     truths = truths_of(speculative, expected)
     # An engine that has answered these prompts before is done before anything can be aborted.
     speculative.collective_rpc("spec_ext_reset")
-    core = speculative.llm_engine
-    for i, prompt in enumerate(scenario.prompts):
-        extra = {"truth": truths[i]} if truths else None
-        core.add_request(f"abort-{i}", prompt, sampling_params(scenario.params[i], extra))
-    finished = {}
-    for step in range(1000):
-        if step == 2:
-            core.abort_request(["abort-4", "abort-7"])
-        for out in core.step():
-            if out.finished and out.outputs[0].finish_reason != "abort":
-                finished[out.request_id] = list(out.outputs[0].token_ids)
-        if not core.has_unfinished_requests():
-            break
-    kept = [i for i in range(len(scenario.prompts)) if i not in (4, 7)]
-    assert finished == {f"abort-{i}": expected[i][0] for i in kept}
+    finished = run_with_aborts(speculative, scenario, (4, 7), at_step=2, truths=truths)
+    answers = {i: answer[0] for i, answer in enumerate(expected)}
+    assert finished == {i: answers[i] for i in answers if i not in (4, 7)}
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle_tree"])

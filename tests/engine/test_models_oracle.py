@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from generation import run, sampling_params, tokens
+from generation import run, run_with_aborts, sampling_params, tokens
 from save_drafts import save_draft
 from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_greedy_identity import runner_of
@@ -147,21 +147,10 @@ def test_preemption(
 
 def test_aborted_requests_leave_nothing_behind(with_models: Any, expected: dict[str, Any]) -> None:
     engine = with_models("self", **SHAPES["fork"])
-    drafter, core = drafter_of(engine), engine.llm_engine
-    scenario = SCENARIOS["mixed_lengths"]
-    for i, prompt in enumerate(scenario.prompts):
-        core.add_request(f"abort-{i}", prompt, sampling_params(scenario.params[i]))
-    finished = {}
-    for step in range(1000):
-        if step == 3:
-            core.abort_request(["abort-4", "abort-7"])
-        for out in core.step():
-            if out.finished and out.outputs[0].finish_reason != "abort":
-                finished[out.request_id] = list(out.outputs[0].token_ids)
-        if not core.has_unfinished_requests():
-            break
-    kept = [i for i in range(len(scenario.prompts)) if i not in (4, 7)]
-    assert finished == {f"abort-{i}": expected["mixed_lengths"][i][0] for i in kept}
+    drafter = drafter_of(engine)
+    finished = run_with_aborts(engine, SCENARIOS["mixed_lengths"], (4, 7), at_step=3)
+    answers = {i: answer[0] for i, answer in enumerate(expected["mixed_lengths"])}
+    assert finished == {i: answers[i] for i in answers if i not in (4, 7)}
     assert drafter.num_missed == 0
     assert drafter.num_right > 50
     run(engine, SCENARIOS["batch_of_one"])

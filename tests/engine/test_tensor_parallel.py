@@ -9,17 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from generation import run, tokens
+from save_dflash import random_drafter
 from save_drafts import save_draft
 from save_eagle3 import save_eagle3
 from scenarios import SCENARIOS
 from test_blockwise_engine import save_random_heads
+
+from vllm_spec_ext.proposers.nar.layout import NarConfig
 
 METHODS: dict[str, dict[str, Any]] = {
     "chain": {"method": "input_copy", "num_speculative_tokens": 8},
     "tree": {"method": "adaptive_ngram", "num_speculative_tokens": 12, "min_confidence": 0.0},
     "heads": {"method": "blockwise", "num_speculative_tokens": 3},
     "drawn_heads": {"method": "blockwise", "num_speculative_tokens": 3, "draw": True},
+    "block": {"method": "nar", "num_speculative_tokens": 12, "tree": True},
     "models": {"method": "model_paths", "num_speculative_tokens": 10, "shape": "fork"},
     "heads_and_models": {"method": "model_paths", "num_speculative_tokens": 10, "shape": "fork"},
 }
@@ -48,6 +53,12 @@ def found(
     if config["method"] == "blockwise":
         vocab = [40, 42, 44]  # those of the scenario "few_tokens"
         config["model"] = str(save_random_heads(folder / "heads", vocab, copy_match=4))
+    if config["method"] == "nar":
+        extras = NarConfig(slot_queries=True, copy_match=4, selector_rank=8, draft_vocab_size=3)
+        drafter = random_drafter(tiny_model, nar=extras)
+        drafter.extras.draft_vocab = torch.tensor([40, 42, 44], dtype=torch.int32)
+        drafter.save(folder / "drafter")
+        config["model"] = str(folder / "drafter")
     if config["method"] == "model_paths":
         if request.param == "models":
             other = save_draft(tiny_model, folder / "other", num_hidden_layers=1, seed=9)

@@ -20,7 +20,7 @@ _LOGIT_CHUNK = 1024
 
 
 def measure(draft: str, answers: Path, dtype: str) -> dict[str, Any]:
-    """Facts of a draft, and for each answer whether each of its tokens was guessed.
+    """Facts of a draft, and for each answer the rank of each of its tokens among the guesses.
 
     Args:
         draft: Name or folder of the draft model.
@@ -64,7 +64,7 @@ def measure(draft: str, answers: Path, dtype: str) -> dict[str, Any]:
     return {
         "num_layers": int(model.model.config.get_text_config().num_hidden_layers),
         "num_parameters": sum(p.numel() for p in model.model.parameters()),
-        "right": [part.tolist() for part in np.split(found.right, ends)],
+        "ranks": [part.tolist() for part in np.split(found.ranks, ends)],
     }
 
 

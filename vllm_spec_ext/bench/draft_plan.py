@@ -8,8 +8,14 @@ target over k + 1 tokens. With plain decoding's step as the unit of time,
 
 and requests count alike, as in :mod:`.planner`. Drafts joined by ``+`` draft a chain each, verified
 as one tree: their costs add up, and the longest of their accepted chains counts.
+
+An expansion tree (SpecInfer, Miao et al. 2024) of k steps takes k passes, too, and one pass of the
+target over its nodes. Its shape does not depend on probabilities. So teacher forcing tells what is
+accepted of it: the answer's path, as long as each token is among the draft's best so many.
 """
 
+import itertools
+import operator
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +26,12 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.bench.planner import StepTimes
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.acceptance import acceptance_per_position, chain_accepts
+from vllm_spec_ext.training.acceptance import acceptance_per_position, expansion_accepts
+
+Drafted = int | tuple[int, ...]
+"""Tokens of a chain, or of an expansion tree the children of each node, step by step."""
+
+MOST_CHILDREN = 8  # ranks beyond are not recorded; token_tree's expansions have no more either
 
 
 @dataclass(frozen=True)
@@ -30,8 +41,9 @@ class DraftModelFacts:
     name: str
     num_layers: int
     num_parameters: int
-    right: tuple[NDArray[np.bool_], ...]
-    """For each answer of the target, whether the draft's greedy guess of each token is right."""
+    ranks: tuple[NDArray[np.int64], ...]
+    """For each answer of the target, the rank of each of its tokens among the draft's guesses; 0 =
+    the greedy guess, -1 = not among the best ``MOST_CHILDREN``."""
     forward_s: dict[int, float]  # batch size -> seconds of a pass that gives each request a token
 
 
@@ -59,20 +71,24 @@ class Candidate:
     @cached_property
     def coverage(self) -> float:
         """Part of the answers' tokens that some model's greedy guess gets right."""
-        answers = zip(*(model.right for model in self.models), strict=True)
-        return float(np.concatenate([np.logical_or.reduce(each) for each in answers]).mean())
+        answers = zip(*(model.ranks for model in self.models), strict=True)
+        right = [np.logical_or.reduce([ranks == 0 for ranks in each]) for each in answers]
+        return float(np.concatenate(right).mean())
 
     def forward_s(self, batch_size: int) -> float:
         """Seconds of one pass of each model, one after the other."""
         return sum(model.forward_s[batch_size] for model in self.models)
 
-    def accepted(self, chain: int) -> list[NDArray[np.int64]]:
-        """For each answer, the accepted tokens of a chain drafted at each of its positions."""
+    def num_nodes(self, drafted: Drafted) -> int:
+        """Tokens to verify, of all models; equal ones are not counted once only."""
+        return len(self.models) * sum(itertools.accumulate(children(drafted), operator.mul))
+
+    def accepted(self, drafted: Drafted) -> list[NDArray[np.int64]]:
+        """For each answer, the accepted tokens of what is drafted at each of its positions."""
+        widths = children(drafted)
         return [
-            np.maximum.reduce(
-                [chain_accepts(right, np.array([0, len(right)]), chain) for right in each]
-            )
-            for each in zip(*(model.right for model in self.models), strict=True)
+            np.maximum.reduce([expansion_accepts(ranks, widths) for ranks in each])
+            for each in zip(*(model.ranks for model in self.models), strict=True)
         ]
 
     def per_position(self, chain: int) -> list[float]:
@@ -81,14 +97,34 @@ class Candidate:
         starts = np.concatenate([[0], np.cumsum([len(each) for each in accepted])])
         return acceptance_per_position(np.concatenate(accepted), starts, chain)
 
-    def steps(self, chain: int) -> list[tuple[int, int]]:
+    def steps(self, drafted: Drafted) -> list[tuple[int, int]]:
         """For each answer, the target's steps that write it and its number of tokens."""
-        return [(_num_steps(each), len(each)) for each in self.accepted(chain)]
+        return [(_num_steps(each), len(each)) for each in self.accepted(drafted)]
 
-    def tokens_per_step(self, chain: int) -> float:
+    def tokens_per_step(self, drafted: Drafted) -> float:
         """Over all answers, bonus token included."""
-        counts = self.steps(chain)
+        counts = self.steps(drafted)
         return sum(tokens for _, tokens in counts) / sum(steps for steps, _ in counts)
+
+
+def children(drafted: Drafted) -> tuple[int, ...]:
+    """Children of each node, step by step; a chain has one at each."""
+    return (1,) * drafted if isinstance(drafted, int) else drafted
+
+
+def parse_tree(text: str) -> tuple[int, ...]:
+    """``4,1,1,1``.
+
+    Raises:
+        SpecExtError: Something else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= MOST_CHILDREN for part in parts):
+        raise SpecExtError(
+            f"tree {text!r}: expected the children of each node, step by step, each from 1 to "
+            f"{MOST_CHILDREN}, e.g. 4,1,1,1"
+        )
+    return tuple(int(part) for part in parts)
 
 
 def _num_steps(accepted: NDArray[np.int64]) -> int:
@@ -109,17 +145,17 @@ class Prediction:
     speed_up: float
 
 
-def speed_up(candidate: Candidate, chain: int, verify: float, draft: float) -> float:
+def speed_up(candidate: Candidate, drafted: Drafted, verify: float, draft: float) -> float:
     """Decoding speed over plain decoding's, prefill left out.
 
     Args:
         candidate: Which draft.
-        chain: Its tokens.
-        verify: A target step that verifies them, in plain steps.
-        draft: A pass of the draft, in plain steps.
+        drafted: A chain or a tree.
+        verify: A target step that verifies it, in plain steps.
+        draft: A pass of the draft, in plain steps; a level of a tree takes one.
     """
-    shares = [steps / tokens for steps, tokens in candidate.steps(chain)]
-    return 1.0 / (statistics.fmean(shares) * (verify + chain * draft))
+    shares = [steps / tokens for steps, tokens in candidate.steps(drafted)]
+    return 1.0 / (statistics.fmean(shares) * (verify + len(children(drafted)) * draft))
 
 
 def best_chain(
@@ -133,9 +169,8 @@ def best_chain(
         verify: Draft tokens of a request -> a target step that verifies them, in plain steps.
         draft: A pass of the draft, in plain steps.
     """
-    width = len(candidate.models)
     speeds = {
-        chain: speed_up(candidate, chain, verify(chain * width), draft)
+        chain: speed_up(candidate, chain, verify(candidate.num_nodes(chain)), draft)
         for chain in range(1, longest + 1)
     }
     best = max(speeds, key=lambda chain: speeds[chain])
@@ -157,6 +192,19 @@ def rank(
         for candidate in candidates
     ]
     return sorted(found, key=lambda one: -one.speed_up)
+
+
+def tree_speed_up(
+    candidate: Candidate, tree: tuple[int, ...], batch_size: int, times: StepTimes
+) -> float:
+    """Of an expansion tree under measured times.
+
+    approximation: a pass over a level's nodes takes as long as one over a single token, and
+    verifying a tree as long as a chain of as many tokens.
+    """
+    plain = times.predict(batch_size, 0)
+    verify = times.predict(batch_size, candidate.num_nodes(tree)) / plain
+    return speed_up(candidate, tree, verify, candidate.forward_s(batch_size) / plain)
 
 
 @dataclass(frozen=True)
@@ -204,3 +252,8 @@ def for_pair(candidate: Candidate, pair: Pair, longest: int) -> Prediction:
     target's weights is all that a step waits for (small batches on a GPU).
     """
     return best_chain(candidate, longest, lambda nodes: 1.0, pair.ratio * len(candidate.models))
+
+
+def tree_for_pair(candidate: Candidate, tree: tuple[int, ...], pair: Pair) -> float:
+    """Speed-up of a tree with a pair's costs; approximated as :func:`for_pair`."""
+    return speed_up(candidate, tree, 1.0, pair.ratio * len(candidate.models))

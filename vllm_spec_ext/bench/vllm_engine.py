@@ -75,8 +75,8 @@ class VllmEngine:
         )
         if method.config is not None:
             args["speculative_config"] = method.config
-            if method.config.get("method") == "suffix":
-                args["worker_extension_cls"] = "vllm_spec_ext.bench.worker_extension.RivalReset"
+            if not method.ours:
+                args["worker_extension_cls"] = "vllm_spec_ext.bench.worker_extension.RivalWorker"
         self.llm = LLM(model, **(args | dict(engine_args)))
         config = self.llm.llm_engine.vllm_config
         self.max_model_len: int = config.model_config.max_model_len
@@ -182,8 +182,10 @@ class VllmEngine:
         if self.method.ours:
             self._reset_worker("spec_ext_reset")
             self._ask_worker("spec_ext_stats")  # starts a new list of drafter times
-        elif self.method.config is not None and self.method.config.get("method") == "suffix":
-            self._reset_worker("spec_bench_forget")
+        elif self.method.config is not None:
+            if self.method.config.get("method") == "suffix":
+                self._reset_worker("spec_bench_forget")
+            self._ask_worker("spec_bench_propose_us")
 
     def counters(self) -> DraftCounters:
         """vLLM's counters since the engine started."""
@@ -202,8 +204,13 @@ class VllmEngine:
 
     def propose_us(self) -> tuple[float, ...] | None:
         """Drafter time of each step since the last call; ``None`` if the worker keeps none."""
-        stats = self._ask_worker("spec_ext_stats") if self.method.ours else None
-        times = stats.get("propose_us") if isinstance(stats, Mapping) else None
+        if self.method.ours:
+            stats = self._ask_worker("spec_ext_stats")
+            times = stats.get("propose_us") if isinstance(stats, Mapping) else None
+        elif self.method.config is not None:
+            times = self._ask_worker("spec_bench_propose_us")
+        else:
+            times = None
         return None if times is None else tuple(map(float, times))
 
     def _reset_worker(self, name: str) -> None:

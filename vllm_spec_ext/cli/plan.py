@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from vllm_spec_ext.bench import datasets, figures
-from vllm_spec_ext.bench.draft_plan import PAIRS, Pair
+from vllm_spec_ext.bench.draft_plan import PAIRS, Pair, parse_tree
 from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed, root_cause
 from vllm_spec_ext.bench.methods import Method, parse_method
 from vllm_spec_ext.bench.planner import Recording, StepTimes, expected_speed_up, read_recording
@@ -47,7 +47,7 @@ from vllm_spec_ext.cli.bench import (
     report_console,
 )
 from vllm_spec_ext.cli.many_values import ManyValues
-from vllm_spec_ext.cli.plan_drafts import measure_drafts, split_names
+from vllm_spec_ext.cli.plan_drafts import conditions, measure_drafts, split_names
 from vllm_spec_ext.cli.plan_drafts import show as show_drafts
 from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
@@ -103,6 +103,13 @@ def plan(
             "target's step. [default: bounds for 7B with 68M, 70B with 1B]"
         ),
     ] = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --drafts, predict this expansion tree, too: the children of each node, step "
+            "by step, e.g. 4,1,1,1; repeatable."
+        ),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this SVG file.")] = None,
 ) -> None:
@@ -121,6 +128,7 @@ def plan(
         raise SpecExtError("--drafts ranks draft models; drop --method and --plot")
     names = split_names(drafts or [])
     pairs = tuple(Pair.parse(text) for text in pair) if pair else PAIRS
+    expansions = tuple(parse_tree(text) for text in tree or [])
     methods = [] if drafts else [parse_method(text) for text in method or ["input_copy"]]
     for wanted in methods:
         if not wanted.ours:
@@ -157,6 +165,7 @@ def plan(
                     names,
                     longest=chain,
                     pairs=pairs,
+                    trees=expansions,
                     context=context,
                     folder=Path(logs),
                     measure_times=measure_times,
@@ -164,7 +173,8 @@ def plan(
                 )
                 show_drafts(planned, report_console())
                 if json_file is not None:
-                    json_file.write_text(json.dumps(planned.as_dict(), indent=1), encoding="utf-8")
+                    whole = {**conditions(settings, questions), **planned.as_dict()}
+                    json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
                 return
             found = []
             for wanted in methods:

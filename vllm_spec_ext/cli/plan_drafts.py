@@ -6,6 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +15,23 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from vllm_spec_ext.bench import provenance
+from vllm_spec_ext.bench.datasets import WITHIN_DATASET
 from vllm_spec_ext.bench.draft_plan import (
     Candidate,
+    Drafted,
     DraftModelFacts,
     Pair,
     Prediction,
     for_pair,
     rank,
+    tree_for_pair,
+    tree_speed_up,
 )
 from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed, root_cause
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.planner import StepTimes
-from vllm_spec_ext.bench.prompts import Question
+from vllm_spec_ext.bench.prompts import Question, digest
 from vllm_spec_ext.bench.session import sampling_of
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.bench.step_probe import Shape
@@ -46,6 +52,7 @@ class DraftPlan:
     context: int
     longest: int
     pairs: tuple[Pair, ...]
+    trees: tuple[tuple[int, ...], ...] = ()
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -81,7 +88,32 @@ class DraftPlan:
                 for pair in self.pairs
                 for one in self.candidates
             ],
+            "trees": [
+                {
+                    "draft": one.name,
+                    "expansion": tree,
+                    "nodes": one.num_nodes(tree),
+                    "tokens_per_step": one.tokens_per_step(tree),
+                    "speed_up": {b: tree_speed_up(one, tree, b, self.times) for b in sizes},
+                    "pairs": {pair.name: tree_for_pair(one, tree, pair) for pair in self.pairs},
+                }
+                for sizes in [self.batch_sizes]
+                for tree in self.trees
+                for one in self.candidates
+            ],
         }
+
+
+def conditions(settings: BenchSettings, questions: Sequence[Question]) -> dict[str, Any]:
+    """What the figures hold for, without prompts and paths, so that they can be shown."""
+    facts = provenance.collect([])
+    shown = ("date", "git_sha", "versions", "cpu", "cores")
+    return {
+        "measured": {**{name: facts[name] for name in shown}, "prompts_sha256": digest(questions)},
+        "dtype": settings.dtype,
+        "max_tokens": settings.max_tokens,
+        "num_prompts": Counter(one.category.partition(WITHIN_DATASET)[0] for one in questions),
+    }
 
 
 def _row(found: Prediction) -> dict[str, Any]:
@@ -118,6 +150,7 @@ def measure_drafts(
     *,
     longest: int,
     pairs: tuple[Pair, ...],
+    trees: tuple[tuple[int, ...], ...] = (),
     context: int | None,
     folder: Path,
     measure_times: MeasureTimes,
@@ -131,6 +164,7 @@ def measure_drafts(
         names: Folders of the drafts of each candidate.
         longest: Most tokens of a chain.
         pairs: Other cost ratios.
+        trees: Expansion trees to predict beside chains.
         context: Tokens before the timed steps; None = as in the answers.
         folder: For logs and results of the processes that measure.
         measure_times: Times steps of a model, as ``plan`` does for its methods.
@@ -155,7 +189,9 @@ def measure_drafts(
     for name in wanted:  # all of them before any is timed: a wrong one shows in seconds
         report(f"acceptance of {name} ...")
         models[name] = measure_acceptance(name, path, settings.dtype, folder / "acceptance.json")
-    most = longest * max(map(len, names))
+    untimed = [Candidate(tuple(models[name] for name in each)) for each in names]
+    shapes: list[Drafted] = [longest, *trees]
+    most = max(one.num_nodes(shape) for one in untimed for shape in shapes)
     sizes = sorted({0, *(2**i for i in range(most.bit_length()) if 2**i < most), most})
     report("measuring the target's steps ...")
     times = measure_times(settings, sizes, tokens, "chain", folder)
@@ -167,7 +203,7 @@ def measure_drafts(
         forward = {size: own.predict(size, 0) for size in settings.batch_size}
         models[name] = dataclasses.replace(models[name], forward_s=forward)
     candidates = [Candidate(tuple(models[name] for name in each)) for each in names]
-    return DraftPlan(candidates, times, tokens, longest, pairs)
+    return DraftPlan(candidates, times, tokens, longest, pairs, trees)
 
 
 def record_answers(settings: BenchSettings, questions: Sequence[Question], folder: Path) -> Answers:
@@ -205,8 +241,8 @@ def measure_acceptance(draft: str, answers: Path, dtype: str, path: Path) -> Dra
         raise EngineFailed(f"the acceptance of {draft} could not be measured: {reason}")
     found = json.loads(path.read_text(encoding="utf-8"))
     # An answer's first token comes with the prefill, before anything is drafted.
-    right = tuple(np.array(row[1:], bool) for row in found["right"] if len(row) > 1)
-    return DraftModelFacts(draft, found["num_layers"], found["num_parameters"], right, {})
+    ranks = tuple(np.array(row[1:], np.int64) for row in found["ranks"] if len(row) > 1)
+    return DraftModelFacts(draft, found["num_layers"], found["num_parameters"], ranks, {})
 
 
 def show(plan: DraftPlan, console: Console) -> None:
@@ -260,3 +296,22 @@ def show(plan: DraftPlan, console: Console) -> None:
         "the best chain"
     )
     WholeTable(headings, rows, title).print(console)
+    if not plan.trees:
+        return
+    rows = [
+        [
+            one.name,
+            " ".join(map(str, tree)),
+            str(one.num_nodes(tree)),
+            f"{one.tokens_per_step(tree):.2f}",
+            *(f"{tree_speed_up(one, tree, size, plan.times):.2f}x" for size in sizes),
+            *(f"{tree_for_pair(one, tree, pair):.2f}x" for pair in plan.pairs),
+        ]
+        for tree in plan.trees
+        for one in plan.candidates
+    ]
+    headings = ["draft", "children by step", "nodes", "tokens/step"]
+    headings += [f"decoding, batch {size}" for size in sizes] + [pair.name for pair in plan.pairs]
+    WholeTable(headings, rows, "expansion trees: decoding, here and under those costs", 2).print(
+        console
+    )

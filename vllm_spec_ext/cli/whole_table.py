@@ -45,6 +45,8 @@ class WholeTable:
     def print(self, console: Console) -> None:
         """Print it, and break no line of Markdown: a narrow terminal does that by itself."""
         shown = self.on(console)
+        if self.title and isinstance(shown, Text):
+            console.print()  # right below another table, a title would be its last row
         console.print(shown, soft_wrap=isinstance(shown, Text))
 
     def _drawn(self) -> Table:

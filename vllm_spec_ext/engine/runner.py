@@ -113,6 +113,7 @@ class SpecRunnerMixin:
         gone.update(sent & self.requests.keys())
         if gone:
             self.drafter.finish(sorted(gone))
+            self.step_drafts.forget(gone)
             self.spec_states.forget(gone)
             self.verifier.budgets.forget(gone)
             if self.step_log is not None:

@@ -7,7 +7,7 @@ the bonus token, as vLLM does.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,22 @@ def chain_accepts(
         for row in range(high - 1, low - 1, -1):
             run = run + 1 if right[row] else 0
             accepted[row] = min(run, chain)
+    return accepted
+
+
+def expansion_accepts(
+    ranks: NDArray[np.int64],  # [n] of one text: of its tokens among the drafter's, -1 = none
+    widths: Sequence[int],  # children of each node, step by step; all 1 = a chain
+) -> NDArray[np.int64]:
+    """[n] accepted tokens of such a tree drafted at each position."""
+    accepted = np.zeros(len(ranks), np.int64)
+    alive = np.ones(len(ranks), np.bool_)
+    for depth, width in enumerate(widths):
+        found = np.zeros(len(ranks), np.bool_)
+        ahead = ranks[depth:]
+        found[: len(ahead)] = (ahead >= 0) & (ahead < width)
+        alive &= found
+        accepted += alive
     return accepted
 
 

@@ -12,8 +12,10 @@ from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
 from vllm_spec_ext.training.distill import check_context, tokenise_prompts, transformers_generator
 from vllm_spec_ext.training.hidden import (
     cache_bytes,
+    cache_dtype,
     live_states,
     recorded_states,
+    state_width,
     uses_recorded_states,
 )
 from vllm_spec_ext.training.loop import duration
@@ -47,7 +49,9 @@ def dry_run(
     generates = invented and not config.raw_text
     report(_described(config, data, invented))
     dtype = next(target.model.parameters()).dtype
-    states = live_states(target)
+    layers = config.state_layers(target.num_layers)
+    width = state_width(target, layers)
+    states = live_states(target, layers)
     generating = once = 0.0
     if generates and config.generator == "transformers":
         generating = _time_generation(config, target, data, clock)
@@ -72,7 +76,7 @@ def dry_run(
             once = _time_states(config, target, data, clock)
 
         def states(batch: Batch) -> torch.Tensor:  # as fast as those from the disk
-            shape = (len(batch.rows), target.hidden_size)
+            shape = (len(batch.rows), width)
             return torch.randn(shape, dtype=dtype, device=target.device)
 
     task = make_task(target, data, states)
@@ -101,7 +105,7 @@ def dry_run(
     for line in task.disk_lines():
         report(line)
     if stored:
-        cached = cache_bytes(data, config.max_length, target.hidden_size, dtype)
+        cached = cache_bytes(data, config.max_length, width, cache_dtype(config, target))
         report(f"disk: {cached / 1e9:.2f} GB for cached hidden states")
     if target.device.type == "cuda":
         report(f"GPU memory: {torch.cuda.max_memory_allocated(target.device) / 1e9:.1f} GB at most")
@@ -171,7 +175,7 @@ def _time_states(
     for _ in range(2):
         start = clock()
         with torch.no_grad():
-            live_states(target)(batch)
+            live_states(target, config.state_layers(target.num_layers))(batch)
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
         seconds = clock() - start

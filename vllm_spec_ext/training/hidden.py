@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 2: the target's final hidden states, computed per batch or kept on disk.
+"""Stage 2: the target's hidden states, computed per batch or kept on disk.
 
-The cache holds one row per used token: ``hidden_size * 2`` bytes each in bf16 (1.15 GB for a
+The final ones, or those of several layers side by side (:meth:`~.target.Target.hidden`). The cache
+holds one row per used token: ``hidden_size * 2`` bytes each and layer in bf16 (1.15 GB for a
 million tokens of a 576-wide model). It pays only where the target is much larger than its states.
 """
 
@@ -19,27 +20,39 @@ from vllm_spec_ext.training.atomic import write_bytes
 from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
 from vllm_spec_ext.training.schema import Training
 from vllm_spec_ext.training.shards import TokenData, open_manifest, states_path
-from vllm_spec_ext.training.target import Target
+from vllm_spec_ext.training.target import Target, pick_dtype
 
 _SEQUENCES_PER_SHARD = 256
 
-HiddenSource = Callable[[Batch], Tensor]  # -> [n, hidden_size], one row per position of the batch
+HiddenSource = Callable[[Batch], Tensor]  # -> [n, width], one row per position of the batch
+Layers = tuple[int, ...] | None  # as Target.hidden takes them
 
 
-def live_states(target: Target) -> HiddenSource:
+def live_states(target: Target, layers: Layers = None) -> HiddenSource:
     """Run the target on every batch; gradients flow if its weights ask for them."""
 
     def states(batch: Batch) -> Tensor:
         device = target.device
-        hidden = target.hidden(batch.token_ids.to(device), batch.mask.to(device))
+        hidden = target.hidden(batch.token_ids.to(device), batch.mask.to(device), layers)
         return hidden[batch.rows.to(device), batch.columns.to(device)]
 
     return states
 
 
-def cache_bytes(data: TokenData, max_length: int, hidden_size: int, dtype: torch.dtype) -> int:
+def state_width(target: Target, layers: Layers) -> int:
+    """Numbers of a position's states."""
+    return target.hidden_size * (1 if layers is None else len(layers))
+
+
+def cache_bytes(data: TokenData, max_length: int, width: int, dtype: torch.dtype) -> int:
     """Disk that a cache of all sequences takes."""
-    return int(used_lengths(data, max_length).sum()) * hidden_size * dtype.itemsize
+    return int(used_lengths(data, max_length).sum()) * width * dtype.itemsize
+
+
+def cache_dtype(config: Training, target: Target) -> torch.dtype:
+    """Number format of cached states."""
+    own: torch.dtype = next(target.model.parameters()).dtype
+    return own if config.cache_dtype == "auto" else pick_dtype(config.cache_dtype, target.device)
 
 
 def write_cache(
@@ -49,22 +62,35 @@ def write_cache(
     max_length: int,
     *,
     batch_size: int,
+    layers: Layers = None,
+    dtype: torch.dtype | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
     """Compute the states of all sequences, shard by shard; shards that exist are kept.
 
+    Args:
+        folder: Of the cache.
+        target: Whose states.
+        data: All sequences.
+        max_length: Tokens used of each.
+        batch_size: Sequences at a time.
+        layers: Which states.
+        dtype: Number format on disk; None = the target's.
+        report: Receives progress lines.
+
     Raises:
-        SpecExtError: The folder holds states of another target or length.
+        SpecExtError: The folder holds states of another target, length, format or other layers.
         DiskFullError: All shards before the present one are kept.
     """
     from safetensors.torch import save
 
-    dtype = next(target.model.parameters()).dtype
+    dtype = dtype or next(target.model.parameters()).dtype
     facts = {
         "model": target.name,
         "dtype": str(dtype),
         "max_length": max_length,
         "data_sha256": data.sha256,
+        "layers": None if layers is None else list(layers),
     }
     open_manifest(folder, facts)
     lengths = used_lengths(data, max_length)
@@ -84,19 +110,22 @@ def write_cache(
             batch = make_batch(data, some, 1, max_length)
             with torch.no_grad():
                 hidden = target.hidden(
-                    batch.token_ids.to(target.device), batch.mask.to(target.device)
+                    batch.token_ids.to(target.device), batch.mask.to(target.device), layers
                 )
             for number, row, mask in zip(some.tolist(), hidden, batch.mask.bool(), strict=True):
-                parts[number] = row[mask.to(row.device)].cpu()
+                parts[number] = row[mask.to(row.device)].to("cpu", dtype)
         states = torch.cat([parts[number] for number in numbers.tolist()])
         write_bytes(path, save({"hidden": states}))
         report(f"hidden states: shard {shard + 1} of {num_shards}")
 
 
-def cached_states(folder: Path, target: Target, data: TokenData, max_length: int) -> HiddenSource:
+def cached_states(
+    folder: Path, target: Target, data: TokenData, max_length: int, layers: Layers = None
+) -> HiddenSource:
     """Read states that :func:`write_cache` wrote; files are mapped, not loaded."""
     return _stored_states(
         target,
+        state_width(target, layers),
         lambda shard: _path(folder, shard),
         _SEQUENCES_PER_SHARD,
         used_lengths(data, max_length),
@@ -117,7 +146,7 @@ def uses_recorded_states(config: Training, data: TokenData) -> bool:
     Raises:
         SpecExtError: It would, but they are another model's.
     """
-    if not config.cache_hidden or config.prompt_text or not has_recorded_states(data):
+    if not config.cache_hidden or config.whole_texts or not has_recorded_states(data):
         return False
     recorded, asked = data.manifest.get("model"), config.shown_target
     if recorded is not None and recorded not in (asked, config.model):
@@ -134,6 +163,7 @@ def recorded_states(target: Target, data: TokenData) -> HiddenSource:
     """Read the states that were recorded while the data was generated; files are mapped."""
     return _stored_states(
         target,
+        target.hidden_size,
         lambda shard: states_path(data.folder, shard),
         int(data.manifest["prompts_per_shard"]),
         np.diff(data.offsets) - data.prompt_lengths,
@@ -144,6 +174,7 @@ def recorded_states(target: Target, data: TokenData) -> HiddenSource:
 
 def _stored_states(
     target: Target,
+    width: int,
     path_of: Callable[[int], Path],
     per_shard: int,  # sequences in a file
     sizes: NDArray[np.integer[Any]],  # [num_sequences] rows of each sequence
@@ -164,7 +195,7 @@ def _stored_states(
             except (SafetensorError, OSError) as error:
                 raise SpecExtError(f"{path_of(shard)} is damaged ({error}); {advice}") from error
             low = shard * per_shard
-            expected = (int(sizes[low : low + per_shard].sum()), target.hidden_size)
+            expected = (int(sizes[low : low + per_shard].sum()), width)
             if found != expected:
                 raise SpecExtError(
                     f"{path_of(shard)} holds states of shape {found}, expected {expected} for "

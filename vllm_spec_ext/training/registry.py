@@ -38,6 +38,11 @@ TRAINERS = {
         f"{_HERE}.draft.trainer:train_draft",
         "Cut a small draft model from a target and distil it on the target's answers.",
     ),
+    "nar": Trainer(
+        f"{_HERE}.nar.schema:NarTraining",
+        f"{_HERE}.nar.trainer:train_nar",
+        "Train a block drafter: several tokens in one pass over the target's hidden states.",
+    ),
 }
 """Method -> its trainer. A further method is a folder beside ``blockwise/`` and an entry here."""
 

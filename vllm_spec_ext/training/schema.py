@@ -85,6 +85,9 @@ class Training(Options):
     """Keep the target's hidden states on disk instead of computing them anew in every epoch; while
     vLLM generates the data, they are recorded on the way."""
 
+    cache_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Number format of hidden states kept on disk; ``auto`` is the target's own."""
+
     # Optimisation
     epochs: float = Field(default=4.0, gt=0.0, le=1e6, allow_inf_nan=False)
     """Passes over the data."""
@@ -193,7 +196,16 @@ class Training(Options):
     def records_states(self) -> bool:
         """Whether the hidden states are written down while the data is generated."""
         generates = not self.raw_text and self.generator == "vllm"
-        return generates and self.cache_hidden and not self.prompt_text
+        return generates and self.cache_hidden and not self.whole_texts
+
+    @property
+    def whole_texts(self) -> bool:
+        """Whether states of the prompts are needed, too, and not only those of new tokens."""
+        return self.prompt_text
+
+    def state_layers(self, num_layers: int) -> tuple[int, ...] | None:
+        """Which states of a target of so many layers are needed; None = the final ones alone."""
+        return None
 
     @property
     def longest_prompt(self) -> int:
@@ -232,7 +244,15 @@ FREE_TO_CHANGE = frozenset(
     {
         *("out", "run_dir", "stage", "resume", "dry_run", "push_to_hub", "save_dtype"),
         *("target_name", "prompts", "data", "generator", "generate_batch", "prompts_per_shard"),
-        *("cache_hidden", "field", "raw_text", "chat", "max_prompts", "max_prompt_tokens"),
+        *(
+            "cache_hidden",
+            "cache_dtype",
+            "field",
+            "raw_text",
+            "chat",
+            "max_prompts",
+            "max_prompt_tokens",
+        ),
         *("max_new_tokens", "temperature", "device", "logit_chunk", "eval_every", "save_every"),
         "log_every",
     }

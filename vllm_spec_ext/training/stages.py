@@ -24,6 +24,7 @@ from vllm_spec_ext.training.distill import (
 )
 from vllm_spec_ext.training.dry_run import dry_run
 from vllm_spec_ext.training.hidden import (
+    cache_dtype,
     cached_states,
     live_states,
     recorded_states,
@@ -82,16 +83,24 @@ def prepare(config: Training, make_task: MakeTask[TaskT], report: Report) -> Tas
         loaded = load_target(config.target_to_load(), device, dtype, frozen=frozen)
     target = loaded
     check_data(data, target, config.max_length)
-    states = live_states(target)
+    layers = config.state_layers(target.num_layers)
+    states = live_states(target, layers)
     if uses_recorded_states(config, data):
         report(f"hidden states: recorded with the data ({data.folder})")
         states = recorded_states(target, data)
     elif config.cache_hidden:
         folder = config.run_folder / "hidden"
         write_cache(
-            folder, target, data, config.max_length, batch_size=config.batch_size, report=report
+            folder,
+            target,
+            data,
+            config.max_length,
+            batch_size=config.batch_size,
+            layers=layers,
+            dtype=cache_dtype(config, target),
+            report=report,
         )
-        states = cached_states(folder, target, data, config.max_length)
+        states = cached_states(folder, target, data, config.max_length, layers)
     return make_task(target, data, states)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target: a Hugging Face model that gives final hidden states and projects them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Target:
         text_config = self.model.config.get_text_config()
         self.hidden_size = int(text_config.hidden_size)
         self.vocab_size = int(text_config.vocab_size)
+        self.num_layers = int(text_config.num_hidden_layers)
         self.context = _context(self.model.config)
         self._head: nn.Module | None = self.model.get_output_embeddings()
         self._embedding: nn.Module = self.model.get_input_embeddings()
@@ -80,11 +82,51 @@ class Target:
         self,
         token_ids: Tensor,  # [batch, length] int64, right-padded
         mask: Tensor,  # [batch, length] int64, 1 = a real token
+        layers: Sequence[int] | None = None,
     ) -> Tensor:
-        """Final hidden states after the last norm, [batch, length, hidden_size]."""
-        return self.model.base_model(
-            input_ids=token_ids, attention_mask=mask, use_cache=False
-        ).last_hidden_state
+        """Hidden states of every token.
+
+        Args:
+            token_ids: The texts.
+            mask: Which tokens are real.
+            layers: What to give: i = the residual stream after i layers, before any norm (vLLM's
+                auxiliary hidden state i; 0 = the embedding). None = the final state, after the
+                last norm.
+
+        Returns:
+            [batch, length, hidden_size * number of layers], side by side in the order asked for.
+
+        Raises:
+            SpecExtError: ``layers`` of a model that is no plain decoder.
+        """
+        given = {"input_ids": token_ids, "attention_mask": mask, "use_cache": False}
+        if layers is None:
+            return self.model.base_model(**given).last_hidden_state
+        last: list[Any] = []  # transformers gives the stream behind the last layer only normed
+        hook = self.layer_list()[-1].register_forward_hook(
+            lambda _, __, output: last.append(output)
+        )
+        try:
+            inner = self.model.base_model(**given, output_hidden_states=True).hidden_states
+        finally:
+            hook.remove()
+        behind = last[0][0] if isinstance(last[0], tuple) else last[0]
+        states = [*inner[: self.num_layers], behind]
+        return torch.cat([states[layer] for layer in layers], dim=-1)
+
+    def layer_list(self) -> nn.ModuleList:
+        """The model's layers; raises SpecExtError if it is no plain decoder."""
+        found = [
+            module
+            for module in self.model.base_model.modules()
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers
+        ]
+        if len(found) != 1:
+            raise SpecExtError(
+                f"{self.name} has {len(found)} lists of {self.num_layers} layers, expected one; "
+                "single layers are known of plain decoder models only"
+            )
+        return found[0]
 
     def project(self, states: Tensor) -> Tensor:
         """Logits [n, vocab_size] of states [n, hidden_size] by the target's own projection."""

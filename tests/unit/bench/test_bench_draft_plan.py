@@ -16,8 +16,11 @@ from vllm_spec_ext.bench.draft_plan import (
     Pair,
     best_chain,
     for_pair,
+    parse_tree,
     rank,
     speed_up,
+    tree_for_pair,
+    tree_speed_up,
 )
 from vllm_spec_ext.bench.planner import StepTimes
 from vllm_spec_ext.errors import SpecExtError
@@ -25,25 +28,28 @@ from vllm_spec_ext.errors import SpecExtError
 
 def facts(name: str, share: float, seed: int, forward_s: float = 0.01) -> DraftModelFacts:
     random = np.random.default_rng(seed)
-    right = tuple(random.random(n) < share for n in (40, 17, 1, 90))
-    return DraftModelFacts(name, 2, 1000, right, {1: forward_s, 8: forward_s * 2})
+    right = [random.random(n) < share for n in (40, 17, 1, 90)]
+    ranks = tuple(np.where(each, 0, random.choice([-1, 1, 2, 3], len(each))) for each in right)
+    return DraftModelFacts(name, 2, 1000, ranks, {1: forward_s, 8: forward_s * 2})
 
 
-def simulated(models: list[DraftModelFacts], chain: int, verify: float, draft: float) -> float:
+def simulated(
+    models: list[DraftModelFacts], widths: list[int], verify: float, draft: float
+) -> float:
     """Mean seconds a token, with a plain step as the unit; the slow and plain way."""
     each = []
-    for answer in zip(*(model.right for model in models), strict=True):
+    for answer in zip(*(model.ranks for model in models), strict=True):
         position, seconds = 0, 0.0
         while position < len(answer[0]):
             best = 0
-            for right in answer:
+            for ranks in answer:
                 length = 0
-                while (
-                    length < chain and position + length < len(right) and right[position + length]
-                ):
+                for width, found in zip(widths, ranks[position:].tolist(), strict=False):
+                    if not 0 <= found < width:
+                        break
                     length += 1
                 best = max(best, length)
-            seconds += verify + chain * draft
+            seconds += verify + len(widths) * draft
             position += best + 1
         each.append(seconds / len(answer[0]))
     return sum(each) / len(each)
@@ -54,7 +60,33 @@ def test_speed_up_is_that_of_a_simulation(chain: int) -> None:
     one, two = facts("a", 0.6, 0), facts("b", 0.5, 1)
     for models in ([one], [one, two]):
         found = speed_up(Candidate(tuple(models)), chain, 1.3, 0.2)
-        assert found == pytest.approx(1 / simulated(models, chain, 1.3, 0.2))
+        assert found == pytest.approx(1 / simulated(models, [1] * chain, 1.3, 0.2))
+
+
+@pytest.mark.parametrize("tree", [(1,), (3, 1, 1), (2, 4), (1, 1, 3, 1, 1)])
+def test_speed_up_of_a_tree_is_that_of_a_simulation(tree: tuple[int, ...]) -> None:
+    one, two = facts("a", 0.4, 0), facts("b", 0.3, 1)
+    for models in ([one], [one, two]):
+        found = speed_up(Candidate(tuple(models)), tree, 1.3, 0.2)
+        assert found == pytest.approx(1 / simulated(models, list(tree), 1.3, 0.2))
+
+
+def test_a_tree_costs_its_nodes_and_a_pass_for_each_level() -> None:
+    one, two = facts("a", 0.4, 0), facts("b", 0.3, 1)
+    single, both = Candidate((one,)), Candidate((one, two))
+    assert single.num_nodes((1, 1, 3, 1, 1)) == 11  # as SpecInfer counts
+    assert both.num_nodes((4, 2)) == 24
+    assert single.num_nodes(5) == 5
+    times = StepTimes({1: {0: 0.1, 12: 0.22, 24: 0.34}})
+    found = tree_speed_up(single, (4, 2), 1, times)
+    assert found == pytest.approx(speed_up(single, (4, 2), 2.2, 0.1))
+    assert tree_speed_up(both, (4, 2), 1, times) == pytest.approx(speed_up(both, (4, 2), 3.4, 0.2))
+    assert single.tokens_per_step((4, 4)) > single.tokens_per_step((2, 1)) > 1
+    assert tree_for_pair(single, (1, 1), Pair("x", 0.1)) == speed_up(single, 2, 1.0, 0.1)
+    assert parse_tree("4, 1,1") == (4, 1, 1)
+    for wrong in ("", "4,,1", "0,1", "9", "a", "-1"):
+        with pytest.raises(SpecExtError, match="expected the children of each node"):
+            parse_tree(wrong)
 
 
 def test_perfect_and_useless_drafts() -> None:
@@ -139,5 +171,5 @@ def test_acceptance_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found = draft_acceptance.measure(str(tmp_path / "draft"), path, "float32")
     assert found["num_layers"] == 2
     assert found["num_parameters"] == sum(p.numel() for p in model.parameters())
-    assert found["right"][:2] == [[True] * 12, [True] * 12]
-    assert not found["right"][2][0]
+    assert found["ranks"][:2] == [[0] * 12, [0] * 12]
+    assert found["ranks"][2][0] != 0

@@ -16,7 +16,7 @@ from vllm_spec_ext.bench import engine_client
 from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed, root_cause, with_cause
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.vllm_engine import Sampling
-from vllm_spec_ext.bench.worker_extension import RivalReset
+from vllm_spec_ext.bench.worker_extension import RivalWorker
 from vllm_spec_ext.errors import SpecExtError
 
 linux_only = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -207,7 +207,7 @@ def test_the_rivals_memory_is_replaced_by_an_empty_one_of_the_same_size() -> Non
         def __init__(self, max_tree_depth: int, max_cached_requests: int) -> None:
             self.max_tree_depth, self.max_cached_requests = max_tree_depth, max_cached_requests
 
-    worker = RivalReset()
+    worker = RivalWorker()
     worker.model_runner = SimpleNamespace(drafter=SimpleNamespace(suffix_cache=Cache(24, 100)))
     old = worker.model_runner.drafter.suffix_cache
     assert worker.spec_bench_forget()

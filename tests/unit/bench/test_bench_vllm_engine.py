@@ -41,13 +41,14 @@ def _failure(text: str) -> Exception:
 def test_forgetting_asks_the_worker_that_learns() -> None:
     asked = {
         "plain": [],
-        "ngram": [],
+        "ngram": ["spec_bench_propose_us"],
         "input_copy": ["spec_ext_reset", "spec_ext_stats"],
-        "suffix": ["spec_bench_forget"],
+        "suffix": ["spec_bench_forget", "spec_bench_propose_us"],
     }
     for method, names in asked.items():
         answers: dict[str, Any] = {"spec_ext_reset": None, "spec_ext_stats": {}}
-        llm = FakeLLM({**answers, "spec_bench_forget": True})
+        answers |= {"spec_bench_forget": True, "spec_bench_propose_us": []}
+        llm = FakeLLM(answers)
         _engine(method, llm).forget()
         assert llm.asked == names
 
@@ -85,3 +86,10 @@ def test_only_a_worker_without_drafter_times_has_none() -> None:
     for broken in (_failure("spec_ext_stats: out of memory"), AttributeError("propose_us")):
         with pytest.raises(type(broken)):
             _engine("input_copy", FakeLLM({"spec_ext_stats": broken})).propose_us()
+
+
+def test_times_of_vllms_drafters_come_from_its_worker() -> None:
+    answers: dict[str, object] = {"spec_bench_propose_us": [1.0, 2.0]}
+    assert _engine("ngram", FakeLLM(answers)).propose_us() == (1.0, 2.0)
+    assert _engine("ngram", FakeLLM({"spec_bench_propose_us": None})).propose_us() is None
+    assert _engine("plain", FakeLLM({})).propose_us() is None

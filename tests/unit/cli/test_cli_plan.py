@@ -21,6 +21,7 @@ from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.bench.step_probe import SHAPES, Shape, parents_of
 from vllm_spec_ext.cli import plan as plan_module
 from vllm_spec_ext.cli import plan_drafts
+from vllm_spec_ext.cli.docs_tables import END_DRAFTS, with_tables
 from vllm_spec_ext.cli.main import main
 from vllm_spec_ext.cli.plan import Recorded
 from vllm_spec_ext.errors import SpecExtError
@@ -94,7 +95,8 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
 
 
 def draft_facts(name: str, right: list[bool], forward_s: float) -> DraftModelFacts:
-    return DraftModelFacts(name, 2, 1_500_000, (np.array(right),), {1: forward_s, 8: forward_s})
+    ranks = (np.where(right, 0, 1),)
+    return DraftModelFacts(name, 2, 1_500_000, ranks, {1: forward_s, 8: forward_s})
 
 
 def test_ranks_draft_models(
@@ -122,10 +124,10 @@ def test_ranks_draft_models(
     data = tmp_path / "plan.json"
     words = ["--drafts", "deep/", "flat/", "deep/+flat/", "--chain", "3", "--json", str(data)]
     with pytest.raises(SystemExit) as stop:
-        main(["plan", "--model", "m", "--pair", "big=0.5", *words])
+        main(["plan", "--model", "m", "--pair", "big=0.5", "--tree", "2,1,1", *words])
     assert stop.value.code == 0
     assert asked == [
-        ("m", [0, 1, 2, 4, 6], 4, "chain"),
+        ("m", [0, 1, 2, 4, 8, 12], 4, "chain"),
         ("deep/", [0], 4, "chain"),
         ("flat/", [0], 4, "chain"),
     ]
@@ -136,10 +138,24 @@ def test_ranks_draft_models(
     assert "| 1 | flat/ | 1 | 2.00 | 1.82x |" in printed
     assert "| 2 | deep/ | 3 | 4.00 | 1.08x |" in printed
     assert "| deep/ | 1.60x (3) |" in printed
+    assert "| flat/ | 2 1 1 | 6 | 2.00 | 1.54x | 1.54x | 0.80x |" in printed
+    assert "| deep/+flat/ | 2 1 1 | 12 |" in printed
     whole = json.loads(data.read_text(encoding="utf-8"))
+    assert whole["trees"][0]["expansion"] == [2, 1, 1]
     assert whole["ranking"]["8"][0]["draft"] == "flat/"
     assert whole["drafts"][0]["acceptance_per_position"] == [1.0, 1.0, 0.5]
     assert whole["pairs"][0]["ratio"] == 0.5
+    (tmp_path / "measured").mkdir()
+    data.rename(tmp_path / "measured" / "here.json")
+    page = with_tables(f"<!-- drafts: here -->\n{END_DRAFTS}\n", tmp_path)
+    assert with_tables(page, tmp_path) == page
+    assert "greedy; " in page
+    assert "100.0 ms at batch 1, 100.0 ms at batch 8." in page
+    assert "| `flat/` | 2 | 1.5M | 50.0% | 10.0 | 10.0 | 2.00 | 2.00 |" in page
+    assert "| `flat/` | 1.82x (1) | 1.54x | 1.82x (1) | 1.54x |" in page
+    assert "| `deep/` | 1.60x (3), 1.60x |" in page
+    with pytest.raises(SpecExtError, match="cannot read"):
+        with_tables(f"<!-- drafts: there -->\n{END_DRAFTS}\n", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +165,7 @@ def test_ranks_draft_models(
         (["--drafts", "a", "a"], "given twice"),
         (["--drafts", "a+"], "several with"),
         (["--drafts", "a", "--pair", "x"], "expected NAME=RATIO"),
+        (["--drafts", "a", "--tree", "9"], "expected the children"),
     ],
 )
 def test_bad_drafts(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,12 @@ def test_no_cell_is_cut(width: int, terminal: bool) -> None:
     assert ("| --- |" in joined) == (not terminal or width < 300)
 
 
+def test_a_title_is_no_row_of_the_table_above() -> None:
+    table = WholeTable(["a"], [["1"]], "A title")
+    lines = (shown(table, 40, terminal=False) * 2).splitlines()
+    assert lines == ["", "A title", "", "| a |", "| --- |", "| 1 |"] * 2
+
+
 def test_a_pipe_gets_a_line_for_each_row() -> None:
     table = WholeTable(["a", "b"], [["x|y", "1\n2"], [Text("[bold]"), "long " * 50]])
     lines = shown(table, 40, terminal=False).splitlines()

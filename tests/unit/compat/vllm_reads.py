@@ -41,7 +41,7 @@ ROOT = Path(compat.__file__).resolve().parents[2]
 STANDS_FOR = {
     "vllm_spec_ext.engine.runner.SpecRunnerMixin": "GPUModelRunner",
     "vllm_spec_ext.engine.worker.SpecWorkerMixin": "Worker",
-    "vllm_spec_ext.bench.worker_extension.RivalReset": "Worker",
+    "vllm_spec_ext.bench.worker_extension.RivalWorker": "Worker",
 }
 
 KEYWORDS_OF = {"LLM": "EngineArgs"}

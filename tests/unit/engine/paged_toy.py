@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_spec_ext.engine.models.batch_events import BlockEvents
+from vllm_spec_ext.engine.models.block_model import BlockOutput
+from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
 
@@ -149,6 +151,73 @@ class ToyHead(ToyModel):
             inputs = self._embed(np.asarray(text[1:]), np.arange(len(text) - 1))
             self._known[key] = self.run_dense(inputs + np.stack(states))[-1]
         return self._known[key]
+
+
+class ToyBlocks(ToyModel):
+    """A block drafter: KV of the target's states, and rows that see all of their block."""
+
+    def __init__(self, seed: int, num_blocks: int = 0, block_size: int = 1) -> None:
+        super().__init__(seed, num_blocks, block_size)
+        self.target_rows: dict[int, Floats] = {}
+
+    def begin_step(self, step: "ToyStep") -> None:
+        self.target_rows = {row: target_state(read) for row, read in step.target_rows.items()}
+
+    def write_context(self, plan: ContextRows) -> None:
+        states = np.stack([self.target_rows[int(state)] for state in plan.states])
+        context = self._context(states, plan.positions)
+        for layer in range(LAYERS):
+            self.keys[layer, plan.slots] = context @ self.key[layer]
+            self.values[layer, plan.slots] = context @ self.value[layer]
+
+    def run_blocks(self, plan: BlockPass) -> BlockOutput:
+        rows = plan.rows
+        assert (rows.query_lens == 1).all()
+        state = self._block_inputs(rows.ids, rows.positions, plan.shown, plan.kinds)
+        for layer in range(LAYERS):
+            self.keys[layer, rows.slots] = state @ self.key[layer]
+            self.values[layer, rows.slots] = state @ self.value[layer]
+            added = np.empty_like(state)
+            for row, length in enumerate(rows.seq_lens):
+                seen = np.arange(length)
+                blocks = rows.tables[row, seen // self.block_size].astype(np.int64)
+                slots = blocks * self.block_size + seen % self.block_size
+                assert slots[rows.positions[row]] == rows.slots[row]
+                keys, values = self.keys[layer, slots], self.values[layer, slots]
+                added[row] = self._see_all(state[row], layer, keys, values)
+            state = state + added
+        logits = torch.from_numpy(state[rows.wanted] @ self.head)
+        best = logits.log_softmax(-1).topk(plan.num_candidates)
+        return BlockOutput(best.indices, best.values[:, None])
+
+    def dense_block(
+        self, text: Sequence[int], ids: Sequence[int], shown: Any, kinds: Any
+    ) -> Floats:
+        """[len(ids), VOCAB] log-probabilities of a block that begins with a text's last token."""
+        length = len(text) - 1
+        states = np.stack([target_state(text[: end + 1]) for end in range(length)])
+        context = self._context(states, np.arange(length))
+        positions = length + np.arange(len(ids))
+        state = self._block_inputs(np.asarray(ids), positions, shown, kinds)
+        for layer in range(LAYERS):
+            both = np.concatenate([context, state])
+            keys, values = both @ self.key[layer], both @ self.value[layer]
+            state = state + np.stack([self._see_all(row, layer, keys, values) for row in state])
+        found: Floats = torch.from_numpy(state @ self.head).log_softmax(-1).numpy()
+        return found
+
+    def _context(self, states: Floats, positions: Any) -> Floats:
+        return states + np.sin(np.asarray(positions)[:, None] / (2.0 + np.arange(WIDTH)))
+
+    def _block_inputs(self, ids: Any, positions: Any, shown: Any, kinds: Any) -> Floats:
+        hints = self.embedding[shown] * np.asarray(kinds)[:, None] * 0.3
+        return self._embed(ids, positions) + hints
+
+    def _see_all(self, state: Floats, layer: int, keys: Floats, values: Floats) -> Floats:
+        scores = state @ self.query[layer] @ keys.T / WIDTH
+        weights = np.exp(scores - scores.max())
+        found: Floats = weights @ values / weights.sum()
+        return found
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_spec_ext.engine.drafting.draft_budget import DraftBudget, shares
+from vllm_spec_ext.engine.drafting.shadow_drafts import MOST_TOKENS
 
 Acceptance = Callable[[int], float]  # step -> probability that a draft token is accepted
 
@@ -101,7 +102,8 @@ def simulate(
         rooms = [most] * num_requests
         if budget is not None:
             budget.verified(num_requests, num_drafted, emitted, None if prefill(step) else measured)
-            allowed = budget.allow(rooms).max_tokens
+            allowance = budget.allow(rooms)
+            allowed = allowance.max_tokens
             drafts = rooms if allowed is None else shares(allowed, rooms, step % num_requests)
         else:
             drafts = rooms
@@ -110,6 +112,11 @@ def simulate(
             pause = 10 if rng.random() < machine.outliers else 1
             taken = 0.03 * speed * drafting * (1 + machine.noise * rng.uniform(-1, 1)) * pause
             budget.drafted({"method": taken})
+            if allowance.is_shadow:
+                shadows = [min(MOST_TOKENS, room) for room in rooms]
+                said = sum(_accepted(rng, probability, length) for length in shadows)
+                budget.shadowed(num_requests, sum(shadows), said)
+                drafts = ()
         run.values.append(emitted / num_requests * plain * speed)
         run.times.append((seconds + drafting) * speed)
         run.num_drafted.append(num_drafted)

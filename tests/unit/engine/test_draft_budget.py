@@ -8,6 +8,7 @@ import pytest
 from simulated_engine import Acceptance, Machine, simulate
 
 from vllm_spec_ext.engine.drafting.draft_budget import DraftBudget, shares
+from vllm_spec_ext.engine.drafting.loss_window import NUM_STEPS, LossWindow
 
 SEEDS = range(2)  # a sweep of many is the same test with more
 
@@ -70,9 +71,8 @@ def test_a_good_drafter_keeps_its_gain(machine: str, batch: str) -> None:
                 unlimited += run.ratio(0, 500) - 1
             else:
                 gains += run.ratio(0, 500) - 1
-    # Eight full drafts at once may cost more, if all are rejected, than the balance can cover.
-    is_dear = batch == "eight" and machine in ("slow drafter", "overhead")
-    assert gains >= (0.85 if is_dear else 0.95) * unlimited
+    # Where drafting is dear, a fresh engine finds out more slowly.
+    assert gains >= (0.85 if machine == "slow drafter" else 0.93) * unlimited
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -108,16 +108,27 @@ def test_without_a_budget_drafting_may_lose_half_the_speed() -> None:
     assert run.lowest(200) < 0.6
 
 
-def test_a_step_with_prefill_counts_its_drafting_and_modelled_verification() -> None:
+def past_first_drafts() -> DraftBudget:
+    """A budget that has seen shadow drafts do well, at steps of 0.03 s."""
     budget = DraftBudget()
-    for _ in range(4):
+    for _ in range(20):
         budget.verified(1, 0, 1, 0.03)
+        if budget.allow([8]).is_shadow:
+            budget.shadowed(1, 8, 4)
+            budget.drafted({"method": 0.0006})
+        else:
+            budget.drafted({"method": 0.0})
+    return budget
+
+
+def test_a_step_with_prefill_counts_its_drafting_and_modelled_verification() -> None:
+    budget = past_first_drafts()
     before = budget.balance
     budget.verified(1, 0, 1, None)
     assert budget.balance == pytest.approx(before, abs=0.01)
-    budget.allow([8])
-    budget.drafted({"method": 0.003})
-    assert budget.balance == pytest.approx(before - 0.1, abs=0.01)
+    assert budget.allow([8]).max_tokens != 0
+    budget.drafted({"method": 0.0015})
+    assert before - 0.06 < budget.balance < before
     budget.verified(1, 4, 1, None)
     assert budget.balance < before - 0.2
 
@@ -133,17 +144,58 @@ def test_steps_that_all_have_prefill_do_not_stop_drafting_for_good() -> None:
     assert run.ratio(200, 1500) > 1.5
 
 
-def test_a_fresh_engine_starts_plain_then_drafts_little() -> None:
+def test_a_fresh_engine_starts_plain_then_only_compares_then_drafts_little() -> None:
     budget = DraftBudget()
     for _ in range(3):
         found = budget.allow([8])
         assert found.max_tokens == 0
         assert "measuring" in found.reason
         budget.verified(1, 0, 1, 0.03)
+    for _ in range(6):
+        found = budget.allow([64])
+        assert found.is_shadow
+        budget.drafted({"method": 0.0001})
+        budget.shadowed(1, 8, 4)
+        budget.verified(1, 0, 1, 0.03)
     found = budget.allow([64])
+    assert not found.is_shadow
     assert found.max_tokens is not None
     assert 1 <= found.max_tokens <= 8
     assert "balance" in found.reason
+
+
+def test_drafts_whose_shadows_fail_are_never_verified() -> None:
+    run = simulate(Machine(drafting=0.0), ACCEPTANCE["always wrong"], budget=DraftBudget())
+    assert not any(run.num_drafted)
+
+
+def test_shadow_drafts_are_made_one_after_the_other() -> None:
+    budget = DraftBudget()
+    for _ in range(3):
+        budget.verified(1, 0, 1, 0.03)
+    assert budget.allow([8]).is_shadow
+    waiting = budget.allow([8], is_following=True)
+    assert not waiting.is_shadow
+    assert waiting.max_tokens == 0
+
+
+def test_what_was_lost_long_ago_is_forgiven() -> None:
+    window = LossWindow()
+    window.add(-1.0)
+    window.end_step()
+    assert window.lost == 1.0
+    window.add(0.4)
+    window.end_step()
+    assert window.lost == pytest.approx(0.6)
+    window.add(5.0)  # what is gained covers no later loss
+    window.end_step()
+    assert window.lost == 0.0
+    window.add(-2.0)
+    window.scale(0.5)
+    for step in range(NUM_STEPS):
+        assert window.lost == pytest.approx(1.0), step
+        window.end_step()
+    assert window.lost == 0.0
 
 
 def test_drafting_time_alone_can_stop_a_method() -> None:
@@ -155,8 +207,8 @@ def test_drafting_time_alone_can_stop_a_method() -> None:
         allowed.append(max_tokens != 0)
         # It thinks for half a step and drafts nothing.
         budget.drafted({"method": 0.015 if allowed[-1] else 0.0})
-    assert sum(allowed) < 10
-    assert any(allowed[50:])
+    assert sum(allowed) < 15  # of 300
+    assert any(allowed[50:])  # it is tried again
 
 
 def test_methods_count_together() -> None:
@@ -211,20 +263,19 @@ def test_a_machine_that_changes_its_speed_changes_no_balance() -> None:
     assert budget.balance >= before
 
 
-def test_without_gain_many_small_tries_are_made() -> None:
-    budget = DraftBudget()
-    tried = []
-    for _ in range(50):
-        drafted = 0
-        allowed = budget.allow([16]).max_tokens
-        if allowed != 0:
-            drafted = 16 if allowed is None else allowed
-            tried.append(drafted)
+def test_with_less_to_lose_drafts_must_be_surer() -> None:
+    budget = past_first_drafts()
+    bars = []
+    for _ in range(60):
+        allowance = budget.allow([8])
+        assert allowance.min_probability is not None
+        if allowance.max_tokens == 0 or allowance.is_shadow:
+            break
+        bars.append(allowance.min_probability)
         budget.drafted({"method": 0.0003})
-        budget.verified(1, drafted, 1, 0.03 * (1 + 0.06 * drafted))
-    assert max(tried) <= 3
-    assert len(tried) >= 4
-    assert not tried[-1] > tried[0]
+        budget.verified(1, 1, 1, 0.03 * 1.04)
+    assert len(bars) >= 4
+    assert bars[-1] > 2 * bars[0]
 
 
 def test_shares_are_equal_and_no_room_is_lost() -> None:

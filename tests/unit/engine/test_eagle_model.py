@@ -6,17 +6,15 @@ position of a block may have been read with another request's next token, which 
 has to leave out.
 """
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from paged_toy import VOCAB, ToyHead, ToyRequest, ToyScheduler
-from test_hosted_model import BLOCK, BLOCKS, PREFIXES, SCRATCH, update
+from paged_toy import VOCAB, ToyHead, ToyStep
+from toy_simulation import BLOCK, BLOCKS, SCRATCH, Drafts, Floats, Simulation
 
 from vllm_spec_ext.engine.models.eagle_model import EagleModel
 from vllm_spec_ext.engine.models.hosted_model import BatchRow, HostedModel
@@ -41,51 +39,18 @@ def head_model(toy: Any, scratch: int = SCRATCH, max_model_len: int = 64) -> Eag
     return model
 
 
-@dataclass
-class Simulation:
-    """Requests come and go while a random proposer uses a head; counts wrong rows."""
+class OneHead(Simulation):
+    """A head drafts alone; nobody may be refused, whatever steps draft nothing."""
 
-    seed: int
-    skip: float = 0.3  # of the steps, in which nothing is drafted
-    rows: int = 0
-    wrong: int = 0
-    refused: int = 0
-    texts: dict[int, list[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, ahead=1, sessions=0.0)
         self.toy = ToyHead(1, BLOCKS + SCRATCH, BLOCK)
         self.model = head_model(self.toy)
-        self.scheduler = ToyScheduler(BLOCKS, BLOCK, 24, self.rng, ahead=1, sessions=0.0)
+        self.models = [self.model]
+        self.refused = 0
 
-    def run(self, num_steps: int) -> "Simulation":
-        for number in range(num_steps):
-            while len(self.scheduler.waiting) < 2:
-                prompt = list(self.rng.choice(PREFIXES))[: self.rng.randint(5, 20)]
-                prompt += [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 6))]
-                name = f"{number}-{len(self.scheduler.waiting)}"
-                self.scheduler.waiting.append(
-                    ToyRequest(name, prompt, len(prompt), self.rng.randint(2, 25))
-                )
-            self.step()
-        return self
-
-    def step(self) -> None:
-        step = self.scheduler.step(self.truth)
+    def begin_step(self, step: ToyStep) -> None:
         self.toy.begin_step(step)
-        update(self.model, step.events)
-        self.model.begin_step(step.rows)
-        requests = [
-            RequestStep(r.name, np.array(r.tokens, np.int32), r.num_prompt, r.tokens[-n:], 4)
-            for r, n in zip(step.decoded, step.new_tokens, strict=True)
-        ]
-        if self.rng.random() >= self.skip:
-            for index, tokens in self.draft(requests).items():
-                step.decoded[index].draft = tokens
-        self.model.end_step(bool(requests))
-        ended = type(step.events)()
-        self.scheduler.end(ended)
-        update(self.model, ended)
 
     def truth(self, tokens: Sequence[int]) -> int:
         """The target agrees with the head three times in four."""
@@ -93,82 +58,26 @@ class Simulation:
             return int(self.toy.dense_with(tokens, len(tokens))[-1].argmax())
         return hash(tuple(tokens)) % VOCAB
 
-    def draft(self, requests: Sequence[RequestStep]) -> dict[int, list[int]]:
+    def drafts(self, requests: Sequence[RequestStep]) -> Drafts:
         rows = [row for row in range(len(requests)) if self.rng.random() < 0.9]
         if self.rng.random() < 0.2:
             self.model.sync(requests, rows[:1])  # twice in a step
-        suffixes = None
-        if self.rng.random() < 0.3:
-            suffixes = [self.some_tokens(0, 3) for _ in rows]
-        trunks = self.model.sync(requests, rows, suffixes)
-        live: list[Branch] = []
-        for place, trunk in enumerate(trunks):
-            if trunk is None:
-                self.refused += 1
-                continue
-            suffix = [] if suffixes is None else suffixes[place]
-            self.texts[id(trunk)] = [*requests[rows[place]].token_ids.tolist(), *suffix]
-            self.compare(requests, trunk, len(suffix))
-            live.append(trunk)
-        for _ in range(self.rng.randint(0, 4)):
-            origins = [branch for branch in live if self.rng.random() < 0.4]
-            for origin, twin in zip(origins, self.model.fork(origins), strict=True):
-                if twin is not None:
-                    self.texts[id(twin)] = list(self.texts[id(origin)])
-                    self.compare(requests, twin, 0)
-                    live.append(twin)
-            grown = [branch for branch in live if self.rng.random() < 0.8]
-            more = [
-                self.some_tokens(1, 4)
-                if self.rng.random() < 0.4
-                else [int(self.model.logits([branch])[0].argmax())]
-                for branch in grown
-            ]
-            self.model.extend(grown, more)
-            for branch, tokens in zip(grown, more, strict=True):
-                if not branch.alive:
-                    live.remove(branch)
-                    continue
-                self.texts[id(branch)] = self.texts[id(branch)] + tokens
-                self.compare(requests, branch, len(tokens))
-                length = branch.length - self.rng.randint(1, len(tokens))
-                others = [other.length for other in live if other is not branch]
-                if self.rng.random() < 0.3 and all(other <= length for other in others):
-                    taken = branch.length - length
-                    self.model.rewind(branch, length)
-                    del self.texts[id(branch)][-taken:]
-                    self.compare(requests, branch, 0, after_rewind=True)
-        return {
-            branch.request: self.texts[id(branch)][len(requests[branch.request].token_ids) :]
-            for branch in live
-        }
+        found, refused = self.draft_with(self.model, requests, rows)
+        self.refused += len(refused)
+        return found
 
-    def compare(
-        self,
-        requests: Sequence[RequestStep],
-        branch: Branch,
-        num: int,
-        after_rewind: bool = False,
-    ) -> None:
-        """The logits behind a branch, and those of its last pass."""
-        text = self.texts[id(branch)]
+    def dense(self, model: HostedModel, text: Sequence[int], num_certain: int) -> Floats:
+        return self.toy.dense_with(text, num_certain)
+
+    def check_length(self, branch: Branch, text: Sequence[int]) -> None:
+        """The first token is never read."""
         assert branch.length == len(text) - 1
-        dense = self.toy.dense_with(text, len(requests[branch.request].token_ids))
-        found = self.model.logits([branch])
-        rows = found if after_rewind else torch.cat([self.model.all_logits(branch), found])
-        expected = dense[len(dense) - 1 - (0 if after_rewind else num) :]
-        assert len(rows) == len(expected)
-        bad = ~np.isclose(rows.numpy(), expected, atol=1e-5).all(axis=1)
-        self.rows += len(rows)
-        self.wrong += int(bad.sum())
-
-    def some_tokens(self, low: int, high: int) -> list[int]:
-        return [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(low, high))]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_row_equals_a_dense_computation(seed: int) -> None:
-    simulation = Simulation(seed).run(100)
+    simulation = OneHead(seed)
+    simulation.run(100)
     assert simulation.wrong == 0
     assert simulation.rows > 1000
     assert simulation.refused == 0  # nobody has a gap, whatever steps draft nothing
@@ -216,7 +125,8 @@ def test_rows_are_wrong_or_missing_without(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    simulation = Simulation(1).run(100)
+    simulation = OneHead(1)
+    simulation.run(100)
     assert simulation.wrong + simulation.refused > 0
 
 
@@ -333,7 +243,7 @@ def draft(num_states: int, layers: tuple[int, ...] | None) -> Any:
     from vllm_spec_ext.engine.models.eagle_checkpoint import Eagle3Facts
 
     facts = Eagle3Facts(num_states, layers, 8, 8, 16)
-    return SimpleNamespace(name="head", eagle3=facts, model_config=SimpleNamespace(model="x"))
+    return SimpleNamespace(name="head", reads=facts, model_config=SimpleNamespace(model="x"))
 
 
 def test_layers_that_heads_read() -> None:

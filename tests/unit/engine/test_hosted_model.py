@@ -5,26 +5,20 @@ Every row of logits that a proposer could see is compared. Three negative contro
 part of the bookkeeping each; without them the comparison would prove nothing.
 """
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from paged_toy import VOCAB, ToyModel, ToyRequest, ToyScheduler
+from paged_toy import VOCAB, ToyModel
+from toy_simulation import BLOCK, BLOCKS, SCRATCH, Drafts, Floats, Simulation
 
-from vllm_spec_ext.engine.models.batch_events import BlockEvents
 from vllm_spec_ext.engine.models.branches import Scratch
 from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
 from vllm_spec_ext.engine.models.forward_times import ForwardTimes
 from vllm_spec_ext.engine.models.hosted_model import BatchRow, HostedModel
-from vllm_spec_ext.proposers.models import Branch
 from vllm_spec_ext.proposers.records import RequestStep
-
-BLOCK, BLOCKS, SCRATCH = 4, 40, 24
-PREFIXES = [[i % VOCAB for i in range(20)], [(3 * i + 1) % VOCAB for i in range(13)]]
 
 
 def hosted(
@@ -46,58 +40,15 @@ def hosted(
     return model
 
 
-@dataclass
-class Simulation:
-    """Requests come and go while a random proposer uses two models; counts wrong rows."""
+class TwoModels(Simulation):
+    """Both draft for the same requests; one of them reads less far."""
 
-    seed: int
-    skip: float = 0.3  # of the steps, in which nothing is drafted
-    rows: int = 0
-    wrong: int = 0
-    found_no_room: int = 0
-    behind: int = 0
-    texts: dict[int, list[int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
+    def __init__(self, seed: int, skip: float = 0.3) -> None:
+        super().__init__(seed, skip, ahead=0, sessions=0.3)
         size = BLOCKS + SCRATCH
         self.toys = [ToyModel(seed, size, BLOCK) for seed in (1, 2)]
         self.models = [hosted(self.toys[0]), hosted(self.toys[1], max_model_len=30)]
-        self.scheduler = ToyScheduler(BLOCKS, BLOCK, 24, self.rng)
-
-    def run(self, num_steps: int) -> "Simulation":
-        for number in range(num_steps):
-            while len(self.scheduler.waiting) < 2:
-                prompt = list(self.rng.choice(PREFIXES))[: self.rng.randint(5, 20)]
-                prompt += [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 6))]
-                name = f"{number}-{len(self.scheduler.waiting)}"
-                self.scheduler.waiting.append(
-                    ToyRequest(name, prompt, len(prompt), self.rng.randint(2, 25))
-                )
-            self.step()
-        return self
-
-    def step(self) -> None:
-        step = self.scheduler.step(self.truth)
-        for model in self.models:
-            update(model, step.events)
-            model.begin_step(step.rows)
-        requests = [
-            RequestStep(r.name, np.array(r.tokens, np.int32), r.num_prompt, r.tokens[-n:], 4)
-            for r, n in zip(step.decoded, step.new_tokens, strict=True)
-        ]
-        if self.rng.random() >= self.skip:
-            for model, toy in zip(self.models, self.toys, strict=True):
-                if self.rng.random() < 0.9:
-                    drafts = self.draft(model, toy, requests)
-                    for index, tokens in drafts.items():
-                        step.decoded[index].draft = tokens
-        for model in self.models:
-            model.end_step(bool(requests))
-        ended = BlockEvents()
-        self.scheduler.end(ended)
-        for model in self.models:
-            update(model, ended)
+        self.behind = 0
 
     def truth(self, tokens: Sequence[int]) -> int:
         """The target agrees with the first model three times in four."""
@@ -105,107 +56,26 @@ class Simulation:
             return int(self.toys[0].dense(tokens)[-1].argmax())
         return hash(tuple(tokens)) % VOCAB
 
-    def draft(
-        self, model: HostedModel, toy: ToyModel, requests: Sequence[RequestStep]
-    ) -> dict[int, list[int]]:
-        """Use a model in every way; returns a path of drafted tokens for some requests."""
-        rows = [row for row in range(len(requests)) if self.rng.random() < 0.9]
-        suffixes = None
-        if self.rng.random() < 0.3:
-            suffixes = [self.some_tokens(0, 3) for _ in rows]
-        trunks = model.sync(requests, rows, suffixes)
-        self.behind += sum(
-            trunk is None and len(requests[row].token_ids) + 3 <= model.max_model_len
-            for row, trunk in zip(rows, trunks, strict=True)
-        )
-        for place, trunk in enumerate(trunks):
-            if trunk is None:
-                continue
-            suffix = [] if suffixes is None else suffixes[place]
-            text = [*requests[rows[place]].token_ids.tolist(), *suffix]
-            assert trunk.length == len(text)
-            self.note(trunk, text)
-            self.compare(model, toy, trunk, len(suffix))
-        live: list[Branch] = [trunk for trunk in trunks if trunk is not None]
-        for _ in range(self.rng.randint(0, 4)):
-            origins = [branch for branch in live if self.rng.random() < 0.4]
-            for origin, twin in zip(origins, model.fork(origins), strict=True):
-                if twin is None:
-                    self.found_no_room += 1
-                    continue
-                self.note(twin, list(self.text(origin)))
-                self.compare(model, toy, twin, 0)
-                live.append(twin)
-            grown = [branch for branch in live if self.rng.random() < 0.8]
-            more = [
-                [int(toy.dense(self.text(branch))[-1].argmax())]
-                if self.rng.random() < 0.6
-                else self.some_tokens(1, 4)
-                for branch in grown
-            ]
-            model.extend(grown, more)
-            for branch, tokens in zip(grown, more, strict=True):
-                if not branch.alive:
-                    self.found_no_room += 1
-                    live.remove(branch)
-                    continue
-                self.note(branch, self.text(branch) + tokens)
-                self.compare(model, toy, branch, len(tokens))
-                if self.rng.random() < 0.2:
-                    length = branch.length - self.rng.randint(1, len(tokens))
-                    others = [other.length for other in live if other is not branch]
-                    if all(other <= length for other in others):
-                        model.rewind(branch, length)
-                        self.note(branch, self.text(branch)[:length])
-                        self.compare(model, toy, branch, 0, after_rewind=True)
-        return {
-            branch.request: self.text(branch)[len(requests[branch.request].token_ids) :]
-            for branch in live
-        }
+    def drafts(self, requests: Sequence[RequestStep]) -> Drafts:
+        found: Drafts = {}
+        for model in self.models:
+            if self.rng.random() < 0.9:
+                rows = [row for row in range(len(requests)) if self.rng.random() < 0.9]
+                paths, refused = self.draft_with(model, requests, rows)
+                found |= paths
+                self.behind += sum(
+                    len(requests[row].token_ids) + 3 <= model.max_model_len for row in refused
+                )
+        return found
 
-    def compare(
-        self,
-        model: HostedModel,
-        toy: ToyModel,
-        branch: Branch,
-        num: int,
-        after_rewind: bool = False,
-    ) -> None:
-        """The logits behind a branch, and those of its last pass."""
-        text = self.text(branch)
-        dense = toy.dense(text)
-        found = model.logits([branch])
-        assert found.shape == (1, VOCAB)
-        rows = found if after_rewind else torch.cat([model.all_logits(branch), found])
-        expected = dense[len(dense) - 1 - (0 if after_rewind else num) :]
-        assert len(rows) == len(expected)
-        bad = ~np.isclose(rows.numpy(), expected, atol=1e-5).all(axis=1)
-        self.rows += len(rows)
-        self.wrong += int(bad.sum())
-
-    def some_tokens(self, low: int, high: int) -> list[int]:
-        return [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(low, high))]
-
-    def note(self, branch: Branch, text: list[int]) -> None:
-        self.texts[id(branch)] = text
-
-    def text(self, branch: Branch) -> list[int]:
-        return self.texts[id(branch)]
-
-
-def update(model: HostedModel, events: BlockEvents) -> None:
-    """As the host does it."""
-    model.forget(events.gone)
-    model.blocks.copied(events.copied)
-    for blocks in events.allocated:
-        model.blocks.allocate(blocks)
-    for blocks, num_computed in events.entered:
-        model.blocks.enter(blocks, num_computed)
+    def dense(self, model: HostedModel, text: Sequence[int], num_certain: int) -> Floats:
+        return self.toys[self.models.index(model)].dense(text)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_row_equals_a_dense_computation(seed: int) -> None:
-    simulation = Simulation(seed).run(80)
+    simulation = TwoModels(seed)
+    simulation.run(80)
     scheduler = simulation.scheduler
     assert simulation.wrong == 0
     assert simulation.rows > 1500
@@ -218,7 +88,7 @@ def test_every_row_equals_a_dense_computation(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(1))
 def test_without_skipped_steps_nobody_falls_behind(seed: int) -> None:
-    simulation = Simulation(seed, skip=0.0).run(60)
+    simulation = TwoModels(seed, skip=0.0).run(60)
     assert simulation.wrong == 0
 
 
@@ -263,7 +133,7 @@ def test_rows_are_wrong_without(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    assert any(Simulation(seed).run(50).wrong for seed in range(8))
+    assert any(TwoModels(seed).run(50).wrong for seed in range(8))
 
 
 def one_request(tokens: Sequence[int], blocks: Sequence[int]) -> tuple[BatchRow, RequestStep]:

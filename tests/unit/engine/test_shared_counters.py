@@ -16,12 +16,9 @@ from vllm_spec_ext.engine.watching.metrics import _Collector
 from vllm_spec_ext.engine.watching.model_counters import ModelCounterWriter
 from vllm_spec_ext.engine.watching.shared_counters import BUCKETS_US, CounterReadings, CounterWriter
 from vllm_spec_ext.proposers.base import (
-    EMPTY_DRAFT,
-    Draft,
     RequestStep,
     StepContext,
     StepOutcome,
-    chain,
 )
 
 
@@ -102,19 +99,19 @@ def _step(num_new: int, num_output: int) -> RequestStep:
 def test_a_step_is_empty_if_it_had_no_draft_to_judge(tmp_path: Path) -> None:
     drafter = Drafter.__new__(Drafter)
     drafter._counters = CounterWriter(str(tmp_path), 0)
-    four, accepted = chain([1, 2, 3, 4]), [StepOutcome("a", 4, 3)]
-    played: list[tuple[RequestStep, list[StepOutcome], Draft]] = [
-        (_step(1, 1), [], four),  # the prefill's
-        (_step(4, 5), accepted, four),
-        (_step(4, 9), accepted, EMPTY_DRAFT),
-        (_step(1, 10), [], EMPTY_DRAFT),  # the last: nothing was drafted for it, nor after it
+    accepted = [StepOutcome("a", 4, 3)]
+    played: list[tuple[RequestStep, list[StepOutcome]]] = [
+        (_step(1, 1), []),  # the prefill's
+        (_step(4, 5), accepted),
+        (_step(4, 9), accepted),
+        (_step(1, 10), []),  # the last: nothing was drafted for it, nor after it
     ]
-    for step, outcomes, draft in played[:3]:
-        drafter._count(StepContext([step]), outcomes, [draft], 0)
+    for step, outcomes in played[:3]:
+        drafter._count(StepContext([step]), outcomes, 0)
     found = CounterReadings([str(tmp_path)])
     assert (found["steps"], found["verified_drafts"], found["empty_drafts"]) == (2, 2, 0)
-    step, outcomes, draft = played[3]
-    drafter._count(StepContext([step]), outcomes, [draft], 0)
+    step, outcomes = played[3]
+    drafter._count(StepContext([step]), outcomes, 0)
     found = CounterReadings([str(tmp_path)])
     assert (found["steps"], found["verified_drafts"], found["empty_drafts"]) == (3, 2, 1)
     assert 1 + found["accepted_nodes"] / found["verified_drafts"] == 4.0

@@ -18,7 +18,7 @@ from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.scorers.build import build_scorer, warm_up
 from vllm_spec_ext.scorers.narrow import narrow
 from vllm_spec_ext.scorers.options import AnyOfRule, ScorerOptions
-from vllm_spec_ext.scorers.parse import is_strict, parse_rule
+from vllm_spec_ext.scorers.parse import parse_rule
 from vllm_spec_ext.scorers.registry import RULES, Rule, names
 from vllm_spec_ext.scorers.rules.base import Verification, per_node
 from vllm_spec_ext.scorers.rules.exact import Exact
@@ -87,7 +87,7 @@ def test_a_further_rule_is_parsed_built_and_run() -> None:
     with pytest.raises(UnknownNameError, match="even"):
         parse_rule("evem")
     rule = parse_rule({"type": "even", "limit": 5})
-    assert not is_strict(rule)
+    assert not rule.is_strict
     with pytest.raises(UnsupportedError, match="scorer even changes the output"):
         build_scorer(rule)
     scorer = build_scorer(rule, allow_lossy=True)

@@ -24,11 +24,11 @@ from vllm_spec_ext.training import distill
 from vllm_spec_ext.training.atomic import DiskFullError
 from vllm_spec_ext.training.batches import split_data
 from vllm_spec_ext.training.blockwise import trainer
-from vllm_spec_ext.training.blockwise.draft_vocab import frequent_tokens
 from vllm_spec_ext.training.blockwise.heads_task import HeadsTask, heads_config
 from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
-from vllm_spec_ext.training.blockwise.text_copies import tokens_seen
+from vllm_spec_ext.training.blockwise.tokens_seen import tokens_seen
 from vllm_spec_ext.training.blockwise.trainer import main, train_blockwise
+from vllm_spec_ext.training.draft_vocab import frequent_tokens
 from vllm_spec_ext.training.hidden import live_states
 from vllm_spec_ext.training.shards import (
     TokenSequence,

@@ -17,10 +17,9 @@ from torch.nn import functional
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.training.atomic import DiskFullError, write_bytes
 from vllm_spec_ext.training.batches import IGNORED, BatchPlan, make_batch, split_data
-from vllm_spec_ext.training.blockwise.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
-from vllm_spec_ext.training.blockwise.text_copies import TextCopies
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
+from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.prompts import read_prompts
 from vllm_spec_ext.training.record_states import RecordOptions, RecordStates, collect
@@ -33,6 +32,7 @@ from vllm_spec_ext.training.shards import (
     write_shard,
 )
 from vllm_spec_ext.training.target import Target
+from vllm_spec_ext.training.text_copies import TextCopies
 
 
 def make_data(lengths: list[int], prompts: list[int]) -> TokenData:

@@ -2,38 +2,40 @@
 """How much the next step may draft, so that drafting never costs more than a little.
 
 A ledger in plain decoding steps. A step earns the steps that its accepted tokens save, and costs
-what verification and drafting add to a plain step. The balance is limited above, so what was
-earned long ago covers no loss now, and it is refilled a little in each step. A draft is allowed if
-the balance covers the next step even when all of it is rejected. Hence, over any n steps, drafting
-loses at most ``_CAPACITY + _REFILL * n`` plain steps, in a fresh engine ``_START + _REFILL * n``,
-and the tries of a method that earned until then, see below.
-What a step costs that drafts nothing (the proposer reads the new tokens, this ledger is kept) is
-paid in any case: it does not count against drafts, but the ledger is refilled less for it.
-A fresh engine starts with few draft tokens and allows more as they earn. A draft may cost a part of
-the balance only, the smaller the less was earned lately: several small tries find out more than a
-large one. A method that loses is stopped, and tried again as the balance is refilled: soon if it
-earned lately, as this was bad luck; each try that fails makes that less likely.
+what verification and drafting add to a plain step. Over no 200 steps more may be lost than
+``_LIMIT`` plain steps, in a fresh engine less: a draft is allowed if that holds even when all of it
+is rejected. The time of a step that drafts nothing, but in which the proposer reads the new tokens,
+counts as well.
+How much of what may still be lost is put at stake follows what drafts earned lately. Where they
+lose, none are verified; instead the proposer is asked for *shadow* drafts now and then
+(:mod:`.shadow_drafts`): what they would have earned shows without the price of verification. A
+fresh engine begins with them. The less may still be lost, the surer a proposer must be of a token.
 
 No clock here: times are given.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from vllm_spec_ext.engine.drafting.loss_window import NUM_STEPS, LossWindow
 from vllm_spec_ext.engine.drafting.step_costs import CostEstimate, StepCosts
 
-_START = 0.6  # plain steps: what a fresh engine may lose, _REFILL aside
-_CAPACITY = 1.9
-_LOWEST = -2.0  # after costs that nobody could foresee; or drafting would stop for too long
-_REFILL = 0.005  # plain steps a step
-_IDLE = 0.003  # of a plain step: what a step that drafts nothing may cost beside that
-_LEAST_REFILL = 0.004  # or drafting would never be tried again
+_LIMIT = 3.35  # plain steps: what may be lost over 200 steps, 0.98 of plain speed less a margin
+_LEAST_LIMIT = 1.2
+_FIRST_LIMIT = 0.6  # the same of a fresh engine
+_FIRST_STEPS = 50
 _SAME_UNIT = 0.8  # plain times whose ratio is nearer to one count alike
 _CAUTION = 1.5  # standard errors that estimated costs are raised by
 _LATELY = 0.15  # weight of the last step with drafts in what drafts earned lately
 _TRUSTED = 0.45  # plain steps a step: of what drafts earned lately, what counts once they fail
-_RETURN = 0.2  # of what drafts earned lately, a step: how soon a method that earns is back
-_TRY = 0.5  # of the balance: what a draft may cost while drafts earn nothing
+_AMPLE = 0.6  # of the limit; with less, drafts must be surer
+_SURE = 0.8
+_DOUBT = 0.1  # plain steps a step: loss from which on nothing is put at stake
+_RETURN = 0.2  # of what shadow drafts earned lately, a step: how soon a method that earns is back
+_RETURNED = 0.6  # plain steps: up to there
+_SHADOW = 0.002  # plain steps a step: what shadow drafts may cost
+_SAVED_SHADOW = 0.2  # plain steps: of that, what is saved up for dear ones, and a fresh engine has
+_FIRST_SHADOWS = 6  # steps with shadow drafts before the first ones are verified
 
 _FIRST_DRAFTING = 0.1  # drafting of a step in plain steps, before it was measured
 _PAUSE = 4.0  # times the usual drafting time; the rest is a pause
@@ -53,6 +55,8 @@ class Allowance:
     """Acceptance probability below which a token costs more than it saves, first by costs that are
     guessed; None = not known."""
     reason: str
+    is_shadow: bool = False
+    """Drafts may be made, but not verified; :class:`.shadow_drafts.ShadowDrafts` follows them."""
 
 
 UNLIMITED = Allowance(None, None, "adaptive_length is off")
@@ -84,19 +88,37 @@ class DraftBudget:
     """The ledger of one engine."""
 
     def __init__(self) -> None:
-        """Start with the small balance of a fresh engine."""
-        self.balance = _START
+        """Start with the little that a fresh engine may lose."""
         self.costs = StepCosts()
+        self._window = LossWindow()
+        self._num_steps = 0
         self._drafting: dict[tuple[str, int], float] = {}  # usual seconds by method, size class
         self._idle: dict[tuple[str, int], float] = {}  # the same where nothing may be drafted
         self._plain_s: float | None = None  # at the size of the last step
-        self._unit = 0  # requests of the plain step that the balance counts in
+        self._unit = 0  # requests of the plain step that the ledger counts in
         self._size_class = 0
-        self._drafting_allowed = False
+        self._may_draft = self._is_shadow = False
         self._since_plain = 0
         self._asked_plain = 0
         self._gain = 0.0  # running mean of what a step with drafts earns, drafting included
+        self._num_gains = 0
+        self._shadow = _SAVED_SHADOW
         self._emitted = self._requests = self._verified = 0.0  # running sums
+
+    @property
+    def balance(self) -> float:
+        """Plain steps that may still be lost."""
+        return self._limit - self._window.lost
+
+    @property
+    def _limit(self) -> float:
+        if self._num_steps < _FIRST_STEPS:
+            return _FIRST_LIMIT
+        idle = 0.0
+        if self._plain_s is not None:
+            size = self._size_class
+            idle = sum(s for (_, known), s in self._idle.items() if known == size) / self._plain_s
+        return max(_LEAST_LIMIT, _LIMIT - NUM_STEPS * (idle + _SHADOW))
 
     def verified(
         self, num_requests: int, num_drafted: int, num_emitted: int, seconds: float | None
@@ -123,47 +145,68 @@ class DraftBudget:
         if found is None:
             return
         self._plain_s, self._size_class = found.plain_s, num_requests.bit_length()
+        self._num_steps += 1
         self._count_in(num_requests, found.plain_s)
-        change = self._refill(found.plain_s)
-        if not num_drafted and self.balance < _START:
-            change += _RETURN * max(0.0, self._gain)
         if num_drafted:
             gain = num_emitted / num_requests - 1.0 - _careful(found, num_drafted)
-            if gain < 0.0:
-                self._gain = min(self._gain, _TRUSTED)
-            self._gain += _LATELY * (gain - self._gain)
-            change += gain
-        self._change(change)
+            self._window.add(gain)
+            self._learn(gain - self._usual_drafting(num_requests, found.plain_s))
+        elif self.balance < _RETURNED and self._gain > 0.0:
+            self._window.add(min(_RETURN * self._gain, _RETURNED - self.balance))
+
+    def shadowed(self, num_requests: int, num_drafted: int, num_accepted: int) -> None:
+        """Learn what drafts would have given that were not verified.
+
+        Args:
+            num_requests: Of their step.
+            num_drafted: Tokens of all of them.
+            num_accepted: Of these, what the target said as well.
+        """
+        found = self.costs.estimate(num_requests)
+        if num_drafted and found is not None:
+            drafting = self._usual_drafting(num_requests, found.plain_s)
+            self._learn(num_accepted / num_requests - found.extra(num_drafted) - drafting)
 
     def drafted(self, seconds: Mapping[str, float]) -> None:
-        """Count what drafting took after that, by method."""
+        """Count what drafting took after that, by method; the step is over."""
         if self._plain_s is None:
             return
         for method, taken in seconds.items():
             key = method, self._size_class
-            idle = self._idle.get(key)
-            if not self._drafting_allowed:
+            if not self._may_draft:
+                idle = self._idle.get(key)
                 # Pauses only make it longer, so it follows what is short faster.
                 weight = 1.0 if idle is None else 0.2 if taken < idle else 0.02
                 self._idle[key] = (1 - weight) * (idle or 0.0) + weight * taken
                 continue
-            excess = max(0.0, taken - (idle or 0.0))
+            idle = self._idle.get(key, 0.0)
             usual = self._drafting.get(key)
             pause = _FIRST_PAUSE * self._plain_s if usual is None else _PAUSE * usual
-            counted = min(excess, max(pause, 0.01 * self._plain_s))
+            counted = min(taken, max(pause, 0.01 * self._plain_s))
             weight = 1.0 if usual is None else 0.2
             self._drafting[key] = (1 - weight) * (usual or 0.0) + weight * counted
-            self._gain -= _LATELY * counted / self._plain_s
-            self._change(-counted / self._plain_s)
+            if not self._is_shadow:
+                self._window.add(-max(0.0, counted - idle) / self._plain_s)
+        self._window.end_step()
 
-    def allow(self, rooms: Sequence[int]) -> Allowance:
+    def allow(self, rooms: Sequence[int], is_following: bool = False) -> Allowance:
         """Decide on the next drafts.
 
         Args:
             rooms: [num_requests] draft tokens that each request has room for; 0 = none.
+            is_following: Shadow drafts are still being followed.
         """
         allowance = self._decide(rooms)
-        self._drafting_allowed = allowance.max_tokens != 0 and any(rooms)
+        if allowance.max_tokens == 0 or allowance.is_shadow:
+            most = max(_SAVED_SHADOW, self._shadow_price(len(rooms)))
+            self._shadow = min(most, self._shadow + _SHADOW)
+        if allowance.is_shadow:
+            if is_following or not any(rooms):
+                allowance = replace(allowance, max_tokens=0, is_shadow=False)
+            else:
+                self._shadow -= self._shadow_price(len(rooms))
+        self._is_shadow = allowance.is_shadow
+        self._may_draft = allowance.max_tokens != 0 and any(rooms)
         return allowance
 
     def plain_seconds(self, num_requests: int) -> float | None:
@@ -181,6 +224,8 @@ class DraftBudget:
             return Allowance(0, None, f"measuring plain steps with {num_requests} requests")
         drafting = self._usual_drafting(num_requests, found.plain_s)
         probability = self._break_even(found, num_requests, drafting)
+        missing = max(0.0, 1.0 - self.balance / (_AMPLE * self._limit))
+        probability += (1.0 - probability) * _SURE * missing
         interval = min(_SELDOM, max(_OFTEN, int(200 * self._gain)))
         if self._since_plain >= interval:
             self._since_plain = 0
@@ -190,20 +235,29 @@ class DraftBudget:
         least = self._least(found, num_requests, total, drafting)
         price = _careful(found, least) + drafting
         state = f"balance {self.balance:.2f} plain steps"
-        if price > self.balance:
+        stake = self.balance * min(1.0, max(0.0, 1.0 + self._gain / _DOUBT))
+        can_shadow = self._shadow >= self._shadow_price(num_requests)
+        if can_shadow and (self._num_gains < _FIRST_SHADOWS or price > stake):
+            why = "a fresh engine" if self._num_gains < _FIRST_SHADOWS else "drafts lost time"
+            return Allowance(None, probability, f"{why}; {state}", is_shadow=True)
+        if price > stake:
             return Allowance(0, probability, f"drafts lost time; {state}, {least} tokens too many")
-        stake = max(min(1.0, _TRY + max(0.0, self._gain)) * self.balance, price)
         if _careful(found, total) + drafting <= stake:
             return Allowance(None, probability, state)
         affordable = max(least, self._affordable(found, total, stake - drafting))
         return Allowance(affordable, probability, f"no more for a {state}")
 
+    def _learn(self, gain: float) -> None:
+        # Neither what was earned nor what was lost before outweighs what is seen now for long.
+        before = min(self._gain, _TRUSTED) if gain < 0.0 else max(self._gain, -3 * _DOUBT)
+        self._num_gains += 1
+        self._gain = before + max(_LATELY, 1.0 / self._num_gains) * (gain - before)
+
     def _count_in(self, num_requests: int, plain_s: float) -> None:
         """Go over to plain steps of another length, where another batch size has one.
 
-        Neither what may still be lost nor what is missing to the capacity gets smaller in seconds:
-        a loss of long steps counts for more in a window of short ones, and short steps are no
-        reason to lose long ones. A machine that changes its speed changes all steps alike.
+        A loss of long steps counts for more in a window of short ones; short steps are no reason
+        to lose long ones. A machine that changes its speed changes all steps alike.
         """
         before = self.costs.estimate(self._unit) if self._unit else None
         if before is None:
@@ -213,15 +267,12 @@ class DraftBudget:
         if _SAME_UNIT < ratio < 1 / _SAME_UNIT:
             return
         self._unit = num_requests
-        missing = _CAPACITY - self.balance
-        self._change(min(0.0, self.balance * (ratio - 1), missing * (1 - ratio)))
+        if ratio > 1.0:
+            self._window.scale(ratio)
 
-    def _refill(self, plain_s: float) -> float:
-        idle = sum(seconds for (_, size), seconds in self._idle.items() if size == self._size_class)
-        return max(_LEAST_REFILL, min(_REFILL, _REFILL + _IDLE - idle / plain_s))
-
-    def _change(self, change: float) -> None:
-        self.balance = min(_CAPACITY, max(_LOWEST, self.balance + change))
+    def _shadow_price(self, num_requests: int) -> float:
+        found = self.costs.estimate(num_requests)
+        return 0.0 if found is None else self._usual_drafting(num_requests, found.plain_s)
 
     def _usual_drafting(self, num_requests: int, plain_s: float) -> float:
         """Drafting of all methods in plain steps."""
@@ -264,7 +315,7 @@ class DraftBudget:
         fixed = max(0.0, found.extra(1) - per_token) + drafting
         earned = 1.0 / num_requests - per_token
         least = int(2.0 * fixed / earned) + 1 if earned > 0.0 else num_requests
-        reachable = DraftBudget._affordable(found, total, 0.8 * _CAPACITY - drafting)
+        reachable = DraftBudget._affordable(found, total, 0.5 * _LIMIT - drafting)
         return max(1, min(least, total, reachable))
 
 

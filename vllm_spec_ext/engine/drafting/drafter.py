@@ -103,6 +103,7 @@ class Drafter:
             device=device,
             may_write_files=self._is_first_process,
             models=self.models.models,
+            block_drafters=self.models.block_models,
         )
         self._barrier = Barrier(self.info.name, self._engine.vocab_size)
         self.ranks.lead(self._start_proposer)
@@ -126,19 +127,39 @@ class Drafter:
             "leave --worker-cls out and start it again"
         )
 
-    def draft(self, step: StepContext, outcomes: Sequence[StepOutcome]) -> list[Draft]:
+    def draft(
+        self,
+        step: StepContext,
+        outcomes: Sequence[StepOutcome],
+        shadow_outcomes: Sequence[StepOutcome] = (),
+        is_shadow: bool = False,
+    ) -> list[Draft]:
         """Report the last outcomes, then ask for drafts; on rank 0 only.
+
+        Args:
+            step: The requests.
+            outcomes: Of the drafts that were verified in this step.
+            shadow_outcomes: Of some that never were, see :mod:`.shadow_drafts`.
+            is_shadow: Nor will those be that are asked for now.
 
         Returns:
             One draft a request that the engine can schedule, whatever the proposer did.
         """
         start = time.perf_counter()
         refused_before = self._barrier.num_refused
-        self._barrier.call("observe", lambda: self._proposer.observe(outcomes), None)
+        told = [*outcomes, *shadow_outcomes]
+        self._barrier.call("observe", lambda: self._proposer.observe(told), None)
         drafts = self._barrier.drafts(self._proposer.propose, step) if step.requests else []
         elapsed_us = (time.perf_counter() - start) * 1e6
         self.propose_us.append(elapsed_us)
-        self._count(step, outcomes, drafts, self._barrier.num_refused - refused_before)
+        self._count(step, outcomes, self._barrier.num_refused - refused_before)
+        if is_shadow:
+            self._counters.add(shadow_nodes=sum(map(len, drafts)))
+        else:
+            self._counters.add(
+                drafted_nodes=sum(map(len, drafts)),
+                branching_drafts=sum(draft.parents is not None for draft in drafts),
+            )
         self._counters.time(elapsed_us)
         return drafts
 
@@ -146,7 +167,6 @@ class Drafter:
         self,
         step: StepContext,
         outcomes: Sequence[StepOutcome],
-        drafts: Sequence[Draft],
         num_refused: int,
     ) -> None:
         decoded = [  # not the prefill's step, which gives one token anyway
@@ -161,10 +181,8 @@ class Drafter:
             emitted_tokens=sum(len(request.new_tokens) for request in decoded),
             empty_drafts=sum(request.request_id not in verified for request in decoded),
             verified_drafts=len(verified),
-            drafted_nodes=sum(map(len, drafts)),
             verified_nodes=sum(outcome.num_drafted for outcome in outcomes),
             accepted_nodes=sum(outcome.num_accepted for outcome in outcomes),
-            branching_drafts=sum(draft.parents is not None for draft in drafts),
             refused_drafts=num_refused,
         )
 

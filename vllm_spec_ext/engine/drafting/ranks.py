@@ -130,7 +130,7 @@ class Ranks:
         self._group.broadcast(argument)
         return self._compute(argument, is_embedding)
 
-    def work_together(self, work: "Work") -> torch.Tensor | None:
+    def work_together(self, work: "Work[ResultT]") -> ResultT:
         """On rank 0: run a draft model together with the other ranks; this rank's result."""
         self._group.broadcast_object(work)
         return work.run(self._models)
@@ -141,7 +141,7 @@ class Ranks:
 
     def _follow(self) -> tuple[Any, Sequence[torch.Tensor]]:
         while True:
-            message: Call | Result[Any] | Failure | Work = self._group.broadcast_object()
+            message: Call | Result[Any] | Failure | Work[object] = self._group.broadcast_object()
             if isinstance(message, Call):
                 argument = self._receive(message.shape, message.dtype)
                 with torch.inference_mode():

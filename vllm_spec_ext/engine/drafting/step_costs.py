@@ -14,10 +14,8 @@ out; the first times are taken as a median.
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 _FIRST_STEPS = 3  # plain steps of a fresh engine; their median ignores one pause
 _FIRST_NOISE = 0.12  # spread of one step's time, relative, until it is measured
@@ -30,7 +28,11 @@ _OUTLIER = 5.0  # standard deviations
 _CLIP = 2.5
 _JUMP = 3  # outliers in a row that are taken for a new speed
 
-Vector = NDArray[np.float64]
+_Four = tuple[float, float, float, float]
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3]
 
 
 @dataclass(frozen=True)
@@ -65,20 +67,23 @@ class _SizeClass:
     """Filter of one class: plain time, overhead, cost of a token, further cost of a request.
 
     Cost of a request means of one beside its token: a request more is a token more, too.
+    Plain floats: this runs in every step, and for four numbers arrays take ten times as long.
     """
 
-    def __init__(self, num_requests: int, state: Vector, errors: Vector, now: int) -> None:
+    def __init__(self, num_requests: int, state: _Four, errors: _Four, now: int) -> None:
         """Start from guesses.
 
         Args:
             num_requests: Reference batch size.
-            state: [4] seconds.
-            errors: [4] standard errors of the guesses, in seconds.
+            state: Seconds.
+            errors: Standard errors of the guesses, in seconds.
             now: Number of the step.
         """
         self.num_requests = num_requests
         self.state = state
-        self.covariance = np.diag(np.square(errors))
+        self.covariance = [[0.0] * 4 for _ in range(4)]
+        for i, error in enumerate(errors):
+            self.covariance[i][i] = error * error
         self.updated = now
         self.num_measured = 0
         self._outliers = [0, 0]  # in a row, of plain steps and of those with drafts
@@ -87,17 +92,18 @@ class _SizeClass:
     def estimate(self, num_requests: int, now: int) -> CostEstimate:
         """Costs at a batch size of this class."""
         more = num_requests - self.num_requests
-        row = np.array([1.0, 0.0, more, more])
-        plain = max(float(row @ self.state), 0.1 * float(self.state[0]))
-        variance = float(row @ self.covariance @ row) / plain**2
+        row = (1.0, 0.0, more, more)
+        plain = max(_dot(row, self.state), 0.1 * self.state[0])
+        variance = _dot(row, self._covariance_with(row)) / plain**2
         variance += (now - self.updated) * _DRIFT**2  # it may be long ago
-        overhead, per_token = float(self.state[1]) / plain, float(self.state[2]) / plain
+        overhead, per_token = self.state[1] / plain, self.state[2] / plain
         # Slopes of the cost of n tokens by the four parts of the state: those at 0, and by n.
-        at_0 = np.array([-overhead, 1.0, -overhead * more, -overhead * more])
-        by_n = np.array([-per_token, 0.0, 1.0 - per_token * more, -per_token * more])
-        by_n_covariance = by_n @ self.covariance
-        parts = (at_0 @ self.covariance @ at_0, 2 * by_n_covariance @ at_0, by_n_covariance @ by_n)
-        constant, linear, square = (float(part) / plain**2 for part in parts)
+        at_0 = (-overhead, 1.0, -overhead * more, -overhead * more)
+        by_n = (-per_token, 0.0, 1.0 - per_token * more, -per_token * more)
+        by_n_covariance = self._covariance_with(by_n)
+        constant = _dot(at_0, self._covariance_with(at_0)) / plain**2
+        linear = 2 * _dot(by_n_covariance, at_0) / plain**2
+        square = _dot(by_n_covariance, by_n) / plain**2
         return CostEstimate(
             plain,
             math.sqrt(variance),
@@ -111,11 +117,11 @@ class _SizeClass:
         """Learn from one step."""
         more = num_requests - self.num_requests
         has_drafts = num_drafted > 0
-        row = np.array([1.0, has_drafts, num_drafted + more, more])
+        row = (1.0, float(has_drafts), num_drafted + more, more)
         self._drift(now)
-        expected = max(float(row @ self.state), 0.1 * float(self.state[0]))
-        unsure = float(row @ self.covariance @ row)
-        spread = math.sqrt(unsure + (self._noise * expected) ** 2)
+        expected = max(_dot(row, self.state), 0.1 * self.state[0])
+        covariances = self._covariance_with(row)
+        spread = math.sqrt(_dot(row, covariances) + (self._noise * expected) ** 2)
         surprise = (seconds - expected) / spread
         if surprise > _OUTLIER:
             self._outliers[has_drafts] += 1
@@ -123,26 +129,39 @@ class _SizeClass:
                 return
         if abs(surprise) > _OUTLIER:
             # Slower for good, or faster, which no pause can feign: forget how fast it was.
-            change = (seconds - expected) / expected
-            self.covariance += change**2 * self.state[:, None] * self.state
-            unsure = float(row @ self.covariance @ row)
-            spread = math.sqrt(unsure + (self._noise * expected) ** 2)
+            self._add_covariance(((seconds - expected) / expected) ** 2, self.state)
+            covariances = self._covariance_with(row)
+            spread = math.sqrt(_dot(row, covariances) + (self._noise * expected) ** 2)
             surprise = (seconds - expected) / spread
         self._outliers[has_drafts] = 0
         self.num_measured += has_drafts
         surprise = min(_CLIP, max(-2 * _CLIP, surprise))
         self._noise *= math.sqrt(0.96 + 0.04 * min(surprise**2, _CLIP**2))
         self._noise = min(0.2, max(0.02, self._noise))
-        gain = self.covariance @ row / spread**2
-        self.state = self.state + gain * (surprise * spread)
-        self.covariance = self.covariance - (gain[:, None] * gain) * spread**2
+        step = surprise / spread
+        a, b, c, d = self.state
+        e, f, g, h = covariances
+        self.state = (a + e * step, b + f * step, c + g * step, d + h * step)
+        self._add_covariance(-1.0 / spread**2, covariances)
+
+    def _covariance_with(self, row: _Four) -> _Four:
+        """The covariance matrix times a vector."""
+        a, b, c, d = self.covariance
+        return _dot(a, row), _dot(b, row), _dot(c, row), _dot(d, row)
+
+    def _add_covariance(self, factor: float, direction: _Four) -> None:
+        """Be less sure (or surer, if below 0) along a direction."""
+        for line, part in zip(self.covariance, direction, strict=True):
+            scaled = factor * part
+            for i in range(4):
+                line[i] += scaled * direction[i]
 
     def _drift(self, now: int) -> None:
         elapsed = max(1, now - self.updated)
         self.updated = now
-        self.covariance += (elapsed * _DRIFT**2 * self.state)[:, None] * self.state
-        self.covariance[1, 1] += elapsed * (_OVERHEAD_DRIFT * self.state[0]) ** 2
-        self.covariance[2, 2] += elapsed * (_TOKEN_DRIFT * self.state[2]) ** 2
+        self._add_covariance(elapsed * _DRIFT**2, self.state)
+        self.covariance[1][1] += elapsed * (_OVERHEAD_DRIFT * self.state[0]) ** 2
+        self.covariance[2][2] += elapsed * (_TOKEN_DRIFT * self.state[2]) ** 2
 
 
 class StepCosts:
@@ -202,10 +221,8 @@ class StepCosts:
         if len(first) == _FIRST_STEPS:
             plain = statistics.median(first)
             token = plain * min(_FIRST_TOKEN_COST, 0.5 / num_requests)
-            state = np.array([plain, 0.0, token, 0.0])
-            errors = np.array(
-                [0.8 * _FIRST_NOISE * plain, 0.05 * plain, token, 0.2 * plain / num_requests]
-            )
+            errors = (0.8 * _FIRST_NOISE * plain, 0.05 * plain, token, 0.2 * plain / num_requests)
+            state = (plain, 0.0, token, 0.0)
             self._classes[key] = _SizeClass(num_requests, state, errors, self._now)
         return False
 
@@ -217,20 +234,18 @@ class StepCosts:
             self._classes, key=lambda known: (abs(known - key), -self._classes[known].updated)
         )
         known = self._classes[nearest]
-        old = float(known.state[0])
+        old = known.state[0]
         # Requests may be free, or each may take as long as the others.
         bounds = sorted((old, old * num_requests / known.num_requests))
         more = num_requests - known.num_requests
-        plain = old + more * float(known.state[2] + known.state[3])
+        plain = old + more * (known.state[2] + known.state[3])
         plain = min(bounds[1], max(bounds[0], plain))
-        token = max(0.0, float(known.state[2]))
-        state = np.array([plain, known.state[1] * plain / old, token, 0.0])
-        errors = np.array(
-            [
-                (0.15 + 0.1 * abs(nearest - key)) * plain,
-                0.05 * plain,
-                0.5 * token + 0.1 * plain * min(_FIRST_TOKEN_COST, 0.5 / num_requests),
-                0.2 * plain / num_requests,
-            ]
+        token = max(0.0, known.state[2])
+        state = (plain, known.state[1] * plain / old, token, 0.0)
+        errors = (
+            (0.15 + 0.1 * abs(nearest - key)) * plain,
+            0.05 * plain,
+            0.5 * token + 0.1 * plain * min(_FIRST_TOKEN_COST, 0.5 / num_requests),
+            0.2 * plain / num_requests,
         )
         return _SizeClass(num_requests, state, errors, self._now)

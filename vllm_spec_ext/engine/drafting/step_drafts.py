@@ -2,6 +2,7 @@
 """The drafts of one step: what the proposer makes within the budget, cut to what is verifiable."""
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,17 @@ import torch
 
 from vllm_spec_ext.engine.drafting.draft_budget import UNLIMITED, Allowance, DraftBudget, shares
 from vllm_spec_ext.engine.drafting.scheduled_draft import ScheduledDraft
+from vllm_spec_ext.engine.drafting.shadow_drafts import MOST_TOKENS, ShadowDrafts
 from vllm_spec_ext.engine.models.batch_events import batch_rows
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.plan import fitting_prefix, segment_bounds
-from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext
+from vllm_spec_ext.proposers.base import (
+    EMPTY_DRAFT,
+    Draft,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+)
 from vllm_spec_ext.proposers.draft_tree import chain_parents, is_branching
 
 if TYPE_CHECKING:
@@ -27,7 +35,12 @@ class StepDrafts:
         self._runner = runner
         adaptive = runner.speculative_config.spec_ext.options.adaptive_length
         self.budget: DraftBudget | None = DraftBudget() if adaptive else None
+        self._shadows = ShadowDrafts()
         self._num_held_back = 0  # steps
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests that are gone."""
+        self._shadows.forget(request_ids)
 
     def decide(
         self,
@@ -51,6 +64,7 @@ class StepDrafts:
         started = self._observe_step(step, new_tokens)
         rows = [row for row, tokens in enumerate(new_tokens) if tokens]
         requests = [self._request_step(row, new_tokens[row], max_draft_tokens) for row in rows]
+        known = self._follow_shadows(requests)
         requests, allowance = self._within_budget(requests)
         hidden = None
         if runner.drafter.needs.hidden_states and rows:
@@ -62,8 +76,13 @@ class StepDrafts:
         models = runner.drafter.models
         if models:
             models.begin_step(batch_rows(runner, step, new_tokens, models.group))
-        made = runner.drafter.draft(context, step.outcomes(new_tokens))
+        made = runner.drafter.draft(
+            context, step.outcomes(new_tokens), known, is_shadow=allowance.is_shadow
+        )
         prompt_seconds = models.end_step(any(request.room for request in requests))
+        if allowance.is_shadow:
+            self._shadows.keep(requests, made)
+            made = [EMPTY_DRAFT] * len(made)
         drafts, probs = self._schedule(requests, made)
         if self.budget is not None:
             taken = time.perf_counter() - started - prompt_seconds
@@ -107,12 +126,23 @@ class StepDrafts:
             )
         return now
 
+    def _follow_shadows(self, requests: Sequence[RequestStep]) -> list[StepOutcome]:
+        """Outcomes of drafts that were not verified, as far as they are known now."""
+        outcomes, result = self._shadows.follow(requests)
+        if result is not None and self.budget is not None:
+            self.budget.shadowed(result.num_requests, result.num_drafted, result.num_accepted)
+        return outcomes
+
     def _within_budget(self, requests: list[RequestStep]) -> tuple[list[RequestStep], Allowance]:
         """Take away the room that drafts have not earned."""
         if self.budget is None:
             return requests, UNLIMITED
         rooms = [request.room for request in requests]
-        allowance = self.budget.allow(rooms)
+        allowance = self.budget.allow(rooms, is_following=bool(self._shadows))
+        if allowance.is_shadow:
+            self._runner.drafter.count_held_back(sum(room > 0 for room in rooms))
+            few = [replace(request, room=min(request.room, MOST_TOKENS)) for request in requests]
+            return few, allowance
         if allowance.max_tokens is None or not requests:
             return requests, allowance
         self._num_held_back += 1  # the remainder goes to another request each time

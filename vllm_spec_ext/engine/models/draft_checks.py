@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_spec_ext.engine.models.dflash_checks import dflash_reasons
 from vllm_spec_ext.engine.models.eagle_checkpoint import tensor_shapes
 from vllm_spec_ext.engine.models.eagle_checks import eagle3_reasons
 from vllm_spec_ext.engine.models.same_ids import why_ids_differ
@@ -33,8 +34,13 @@ def check_draft_model(
     Raises:
         UnsupportedError: With every reason found.
     """
-    is_head = spec.kind == "eagle3"
-    reasons = list((_head_reasons if is_head else _reasons)(draft, target, parallel))
+    if spec.kind in ("eagle3", "dflash"):
+        reasons = [
+            *_shared_reasons(draft, target, parallel),
+            *(eagle3_reasons if spec.kind == "eagle3" else dflash_reasons)(draft, target),
+        ]
+    else:
+        reasons = list(_reasons(draft, target, parallel))
     if reasons:
         raise UnsupportedError(
             f"draft model {spec.name} ({shown(spec.model)}) does not work beside "
@@ -60,24 +66,20 @@ def _reasons(
             'method "eagle"'
         )
         return
-    yield from _weights(draft)
-    yield from _kinds("the draft", draft)
-    yield from _kinds("the target", target)
-    yield from _parallel(draft, target, parallel)
+    yield from _shared_reasons(draft, target, parallel)
     difference = why_ids_differ(draft, target)
     if difference is not None:
         yield difference
 
 
-def _head_reasons(
+def _shared_reasons(
     draft: "ModelConfig", target: "ModelConfig", parallel: "ParallelConfig"
 ) -> Iterator[str]:
-    """Of an EAGLE-3 head; it has the target's token ids, and mostly no tokenizer files."""
+    """Of any model that lives in the target's KV blocks."""
     yield from _weights(draft)
     yield from _kinds("the draft", draft)
     yield from _kinds("the target", target)
     yield from _parallel(draft, target, parallel)
-    yield from eagle3_reasons(draft, target)
 
 
 def _weights(draft: "ModelConfig") -> Iterator[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, is_dflash, make_dflash
 from vllm_spec_ext.engine.models.draft_checks import check_draft_model
 from vllm_spec_ext.engine.models.eagle_checkpoint import (
     Eagle3Facts,
@@ -28,7 +29,13 @@ class DraftConfig:
     name: str
     model_config: "ModelConfig"
     max_model_len: int  # most tokens it can read
-    eagle3: Eagle3Facts | None = None  # None: a model of its own
+    eagle3: Eagle3Facts | None = None  # None: no such head
+    dflash: DFlashFacts | None = None  # None: no such drafter
+
+    @property
+    def reads(self) -> Eagle3Facts | DFlashFacts | None:
+        """The target's states that it reads; None: a model of its own."""
+        return self.eagle3 or self.dflash
 
 
 def draft_configs(
@@ -53,7 +60,10 @@ def draft_configs(
         check_draft_model(spec, model_config, target, parallel)
         if spec.kind == "eagle3":
             facts = Eagle3Facts.of(model_config.hf_config)
-            made = DraftConfig(spec.name, model_config, target.max_model_len, facts)
+            made = DraftConfig(spec.name, model_config, target.max_model_len, eagle3=facts)
+        elif spec.kind == "dflash":
+            block = DFlashFacts.of(model_config.hf_config, shown(spec.model))
+            made = DraftConfig(spec.name, model_config, target.max_model_len, dflash=block)
         else:
             made = DraftConfig(spec.name, model_config, int(model_config.max_model_len))
         configs.append(made)
@@ -61,18 +71,31 @@ def draft_configs(
 
 
 def with_kind(spec: ModelSpec) -> ModelSpec:
-    """The kind that the checkpoint says, where the method does not.
+    """The kind that the checkpoint says, where the method does not; block drafters are one.
 
     Raises:
-        SpecExtError: There is no such model.
+        SpecExtError: There is no such model, or it drafts in a way that the method does not.
     """
-    if spec.kind is not None:
+    if spec.kind not in (None, "dflash"):
         return spec
     folder = _local(spec)
     try:
         found = read_config(spec.model if folder is None else folder)
     except OSError as error:
         raise _cannot_be_used(spec, error) from error
+    if spec.kind == "dflash":
+        if not is_dflash(found):
+            names = ", ".join(found.get("architectures") or ()) or "none"
+            raise SpecExtError(
+                f"draft model {spec.name} ({shown(spec.model)}): found architecture {names}, "
+                "expected a drafter of blocks (DFlashDraftModel) that was trained for this target"
+            )
+        return spec
+    if is_dflash(found):
+        raise SpecExtError(
+            f"draft model {spec.name} ({shown(spec.model)}): found a DFlash drafter, which drafts "
+            'a block at once, expected a model that drafts token by token; use the method "nar"'
+        )
     return replace(spec, kind="eagle3" if is_eagle3(found, spec.model) else "causal_lm")
 
 
@@ -140,6 +163,8 @@ def read_model_config(spec: ModelSpec, target: "ModelConfig") -> "ModelConfig":
         )
         if spec.kind == "eagle3":
             make_eagle3(found, target.max_model_len)
+        elif spec.kind == "dflash":
+            make_dflash(found, target.max_model_len)
     except (ValueError, OSError) as error:
         raise _cannot_be_used(spec, error) from error
     return found

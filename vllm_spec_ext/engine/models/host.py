@@ -8,11 +8,15 @@ import torch
 
 from vllm_spec_ext.engine.drafting.ranks import Ranks
 from vllm_spec_ext.engine.models.batch_events import BlockEvents
+from vllm_spec_ext.engine.models.block_model import BlockModel, BlockSettings
+from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts
+from vllm_spec_ext.engine.models.dflash_loading import load_dflash
 from vllm_spec_ext.engine.models.draft_config import DraftConfig
 from vllm_spec_ext.engine.models.eagle_loading import load_eagle3
 from vllm_spec_ext.engine.models.eagle_model import EagleModel
 from vllm_spec_ext.engine.models.hosted_model import BatchRow, HostedModel
 from vllm_spec_ext.engine.models.loading import load
+from vllm_spec_ext.engine.models.paged_blocks import PagedBlocks
 from vllm_spec_ext.engine.models.paged_eagle import PagedEagle
 from vllm_spec_ext.engine.models.paged_model import PagedModel
 from vllm_spec_ext.engine.models.replay import SharedModel
@@ -33,6 +37,7 @@ class ModelHost:
         """KV group that the models share with the target."""
         self.paged: list[PagedModel] = []
         self.models: list[HostedModel] = []
+        self.block_models: list[BlockModel] = []
         self._counters: list[ModelCounterWriter] = []
         self._layers: tuple[int, ...] = ()
 
@@ -47,12 +52,12 @@ class ModelHost:
     @property
     def heads(self) -> list[DraftConfig]:
         """Those that read the target's hidden states."""
-        return [config for config in self._configs if config.eagle3 is not None]
+        return [config for config in self._configs if config.reads is not None]
 
     @property
     def reads_layers(self) -> bool:
         """Whether any model reads hidden states of the target's layers, not the final one alone."""
-        return any(config.eagle3 and config.eagle3.num_states for config in self._configs)
+        return any(config.reads and config.reads.num_states for config in self._configs)
 
     def state_layers(self, default: tuple[int, ...]) -> tuple[int, ...]:
         """Layers of the target whose output the models read, ascending.
@@ -88,35 +93,48 @@ class ModelHost:
         self._layers = self.state_layers(default)
         for index, config in enumerate(self._configs):
             own = config.model_config
-            paged = (
-                load(vllm_config, own, index, device)
-                if config.eagle3 is None
-                else load_eagle3(vllm_config, own, index, target, device, next(layers))
-            )
-            self.paged.append(paged)
-            runner: Any = paged if ranks.is_alone else SharedModel(ranks, index, paged)
-            kind = HostedModel if config.eagle3 is None else EagleModel
-            hosted = kind(
-                config.name,
-                runner,
-                num_ids=own.get_vocab_size(),
-                vocab_size=vllm_config.model_config.get_vocab_size(),
-                max_model_len=config.max_model_len,
-                max_rows=scheduler.max_num_batched_tokens + scheduler.max_num_seqs,
-            )
-            self.models.append(hosted)
+            if config.dflash is not None:
+                blocks = load_dflash(
+                    vllm_config, own, config.dflash, index, target, device, next(layers)
+                )
+                self.paged.append(blocks)
+                block_runner: Any = blocks if ranks.is_alone else SharedModel(ranks, index, blocks)
+                self.block_models.append(_block_model(config, config.dflash, block_runner))
+            else:
+                paged = (
+                    load(vllm_config, own, index, device)
+                    if config.eagle3 is None
+                    else load_eagle3(vllm_config, own, index, target, device, next(layers))
+                )
+                self.paged.append(paged)
+                runner: Any = paged if ranks.is_alone else SharedModel(ranks, index, paged)
+                kind = HostedModel if config.eagle3 is None else EagleModel
+                hosted = kind(
+                    config.name,
+                    runner,
+                    num_ids=own.get_vocab_size(),
+                    vocab_size=vllm_config.model_config.get_vocab_size(),
+                    max_model_len=config.max_model_len,
+                    max_rows=scheduler.max_num_batched_tokens + scheduler.max_num_seqs,
+                )
+                self.models.append(hosted)
             replica = vllm_config.parallel_config.data_parallel_index
             self._counters.append(ModelCounterWriter(counter_folder, replica, index))
         ranks.share_models(self.paged)
 
+    @property
+    def _all(self) -> list[HostedModel | BlockModel]:
+        """In the order in which the method asked for them; it has models of one kind."""
+        return [*self.models, *self.block_models]
+
     def bind(self, num_blocks: int, block_size: int, scratch: range) -> None:
         """Start with empty KV, in the blocks of the requests and these scratch blocks."""
-        for model in self.models:
+        for model in self._all:
             model.bind(num_blocks, block_size, scratch)
 
     def update(self, events: BlockEvents) -> None:
         """Blocks change hands, before a step runs."""
-        for model in self.models:
+        for model in self._all:
             model.forget(events.gone)
             model.blocks.copied(events.copied)
             for blocks in events.allocated:
@@ -134,13 +152,13 @@ class ModelHost:
             aux_hidden_states: [rows, hidden] of each layer that :meth:`state_layers` named.
         """
         for model in self.paged:
-            if isinstance(model, PagedEagle):
+            if isinstance(model, PagedEagle | PagedBlocks):
                 states = pick(hidden_states, aux_hidden_states, self._layers, model.layers)
                 model.begin_step(states)
 
     def begin_step(self, rows: Sequence[BatchRow]) -> None:
         """The target ran these rows, and drafting begins."""
-        for model in self.models:
+        for model in self._all:
             model.begin_step(rows)
 
     def end_step(self, could_draft: bool) -> float:
@@ -149,8 +167,14 @@ class ModelHost:
         Returns:
             Seconds of the step that went into unfinished prompts, which are no cost of drafts.
         """
-        for model, counter in zip(self.models, self._counters, strict=True):
+        for model, counter in zip(self._all, self._counters, strict=True):
             model.end_step(could_draft)
             counts = model.counts
             counter.show(counts.forwards, counts.rows, counts.seconds)
-        return sum(model.prompt_seconds for model in self.models)
+        return sum(model.prompt_seconds for model in self._all)
+
+
+def _block_model(config: DraftConfig, facts: DFlashFacts, runner: Any) -> BlockModel:
+    assert facts.mask_token_id is not None  # dflash_checks.py
+    settings = BlockSettings(facts.block_facts, facts.mask_token_id, facts.causal, facts.vocab_size)
+    return BlockModel(config.name, runner, settings, config.max_model_len)

@@ -65,6 +65,19 @@ class PagedModel:
     @torch.inference_mode()
     def forward(self, plan: ForwardPass) -> torch.Tensor:
         """Write the KV of all rows; logits [len(plan.wanted), own vocabulary]."""
+        hidden = self._hidden_of(plan)
+        if not len(plan.wanted):
+            return torch.empty(0, 0)
+        if len(plan.wanted) < plan.num_rows:
+            hidden = hidden[self._on_device(plan.wanted)]
+        logits: torch.Tensor = self.module.compute_logits(hidden)
+        if self._device.type != "cpu":
+            # Its caller measures the time; what follows needs the tokens on the host anyway.
+            torch.accelerator.synchronize(self._device)
+        return logits
+
+    def _hidden_of(self, plan: ForwardPass) -> torch.Tensor:
+        """Write the KV of all rows; [num_rows, hidden] what logits are made of."""
         slots = self._on_device(plan.slots)
         common = self._common_metadata(plan, slots)
         metadata = {
@@ -80,16 +93,7 @@ class PagedModel:
             slot_mapping=dict.fromkeys(self.layer_names, slots),
             skip_compiled=True,
         ):
-            hidden = self._run(plan)
-        if not len(plan.wanted):
-            return torch.empty(0, 0)
-        if len(plan.wanted) < plan.num_rows:
-            hidden = hidden[self._on_device(plan.wanted)]
-        logits: torch.Tensor = self.module.compute_logits(hidden)
-        if self._device.type != "cpu":
-            # Its caller measures the time; what follows needs the tokens on the host anyway.
-            torch.accelerator.synchronize(self._device)
-        return logits
+            return self._run(plan)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks of this model, (from, to); no block is on both sides."""

@@ -7,21 +7,26 @@ that they need.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
+from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 
 if TYPE_CHECKING:
     import torch
 
     from vllm_spec_ext.engine.drafting.ranks import Ranks
+    from vllm_spec_ext.engine.models.block_model import BlockOutput
+    from vllm_spec_ext.engine.models.paged_blocks import PagedBlocks
     from vllm_spec_ext.engine.models.paged_model import PagedModel
 
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 
-class Work(Protocol):
+
+class Work(Protocol[ResultT_co]):
     """A message to the other ranks."""
 
-    def run(self, models: "Sequence[PagedModel]") -> "torch.Tensor | None":
+    def run(self, models: "Sequence[PagedModel]") -> ResultT_co:
         """Do it on this rank."""
 
 
@@ -32,9 +37,33 @@ class RunPass:
     index: int
     plan: ForwardPass
 
-    def run(self, models: "Sequence[PagedModel]") -> "torch.Tensor | None":
+    def run(self, models: "Sequence[PagedModel]") -> "torch.Tensor":
         """Its logits."""
         return models[self.index].forward(self.plan)
+
+
+@dataclass(frozen=True)
+class WriteContext:
+    """The context of a block drafter; each rank has the target's states."""
+
+    index: int
+    plan: ContextRows
+
+    def run(self, models: "Sequence[PagedModel]") -> None:
+        """Write."""
+        cast("PagedBlocks", models[self.index]).write_context(self.plan)
+
+
+@dataclass(frozen=True)
+class RunBlocks:
+    """Blocks of a block drafter."""
+
+    index: int
+    plan: BlockPass
+
+    def run(self, models: "Sequence[PagedModel]") -> "BlockOutput":
+        """Their candidates."""
+        return cast("PagedBlocks", models[self.index]).run_blocks(self.plan)
 
 
 @dataclass(frozen=True)
@@ -71,9 +100,15 @@ class SharedModel:
 
     def forward(self, plan: ForwardPass) -> "torch.Tensor":
         """See :meth:`.paged_model.PagedModel.forward`."""
-        logits = self._ranks.work_together(RunPass(self._index, plan))
-        assert logits is not None
-        return logits
+        return self._ranks.work_together(RunPass(self._index, plan))
+
+    def write_context(self, plan: ContextRows) -> None:
+        """See :meth:`.paged_blocks.PagedBlocks.write_context`."""
+        self._ranks.work_together(WriteContext(self._index, plan))
+
+    def run_blocks(self, plan: BlockPass) -> "BlockOutput":
+        """See :meth:`.paged_blocks.PagedBlocks.run_blocks`."""
+        return self._ranks.work_together(RunBlocks(self._index, plan))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See :meth:`.paged_model.PagedModel.copy_blocks`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's hidden states that EAGLE-3 heads read: of which layers, and of which rows."""
+"""The target's hidden states that draft models read: of which layers, and of which rows."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -60,16 +60,17 @@ def layers_by_model(
     """
     found: list[tuple[int, ...]] = []
     for draft in drafts:
-        assert draft.eagle3 is not None
-        if not draft.eagle3.num_states:
+        facts = draft.reads
+        assert facts is not None
+        if not facts.num_states:
             found.append(())
             continue
-        layers = tuple(sorted(set(draft.eagle3.layers or default)))
-        if len(layers) != draft.eagle3.num_states:
+        layers = tuple(sorted(set(facts.layers or default)))
+        if len(layers) != facts.num_states:
             raise UnsupportedError(
                 f"EAGLE-3 checkpoint {draft.name} ({shown(draft.model_config.model)}): found "
                 f"{len(layers)} layers of the target, {list(layers)}, expected "
-                f"{draft.eagle3.num_states} different ones; name them in its config.json as "
+                f"{facts.num_states} different ones; name them in its config.json as "
                 "eagle_aux_hidden_state_layer_ids"
             )
         found.append(layers)

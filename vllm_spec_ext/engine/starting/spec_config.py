@@ -33,7 +33,7 @@ from vllm_spec_ext.options import MethodOptions, parse_options, unknown_option
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import ProposerInfo, TargetFacts
 from vllm_spec_ext.scorers.options import ScorerOptions
-from vllm_spec_ext.scorers.parse import check_rule, is_strict, parse_rule
+from vllm_spec_ext.scorers.parse import check_rule, parse_rule
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
@@ -69,7 +69,7 @@ class MethodSettings(BaseModel):
     @property
     def lossless(self) -> bool:
         """Whether the output is the target's own: method and rule both say so."""
-        return registry.info(self.method).lossless and (self.rule is None or is_strict(self.rule))
+        return registry.info(self.method).lossless and (self.rule is None or self.rule.is_strict)
 
 
 @config(repr=False)

@@ -22,7 +22,6 @@ from vllm_spec_ext.engine.verifying.drawn_drafts import DraftDistributions
 from vllm_spec_ext.engine.verifying.node_sampling import verify
 from vllm_spec_ext.engine.verifying.relaxed_rule import RelaxedRule
 from vllm_spec_ext.engine.verifying.thinking_budgets import ThinkingBudgets
-from vllm_spec_ext.scorers.parse import is_strict
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import SamplerOutput
@@ -49,7 +48,7 @@ class Verifier:
         self._walk_sampled_chains = chain_sampling_is_broken(runner.device)
         settings = runner.speculative_config.spec_ext
         self._relaxed_rule: RelaxedRule | None = None
-        if settings.rule is not None and not is_strict(settings.rule):
+        if settings.rule is not None and not settings.rule.is_strict:
             vocab_size = runner.vllm_config.model_config.get_vocab_size()
             self._relaxed_rule = RelaxedRule(settings, vocab_size)
         self._distribution = DistributionSampler(runner.sampler.topk_topp_sampler)

@@ -29,6 +29,7 @@ COUNTERS = {
     "accepted_nodes": "Draft tokens that it accepted.",
     "branching_drafts": "Drafts with branches.",
     "refused_drafts": "Drafts lost because the proposer failed or returned a broken one.",
+    "shadow_nodes": "Draft tokens that were only compared with what the target went on to say.",
     "held_back": "Requests' steps in which drafts were limited or left out because they lost time.",
 }
 BUCKETS_US = (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000)
@@ -60,7 +61,8 @@ class CounterWriter:
         path = Path(folder) / f"{rank}.counters"
         try:
             path.write_bytes(self._values.tobytes())  # really there: no surprise on a full disk
-            self._values = np.memmap(path, np.float64, "r+", shape=(_SIZE,))
+            # As a plain array, whose items are faster to change.
+            self._values = np.asarray(np.memmap(path, np.float64, "r+", shape=(_SIZE,)))
         except OSError as error:
             logger.warning("vllm-spec-ext: no %s metrics: %s", "spec_ext:*", error)
 

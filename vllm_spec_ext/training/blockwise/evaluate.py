@@ -16,11 +16,12 @@ from vllm_spec_ext.proposers.blockwise.heads import BlockwiseHeads
 from vllm_spec_ext.proposers.draft_tree import agreeing_path
 from vllm_spec_ext.training.acceptance import walk
 from vllm_spec_ext.training.batches import IGNORED, make_batch
-from vllm_spec_ext.training.blockwise.draft_vocab import DraftProjection
-from vllm_spec_ext.training.blockwise.text_copies import TextCopies, tokens_seen
+from vllm_spec_ext.training.blockwise.tokens_seen import tokens_seen
+from vllm_spec_ext.training.draft_vocab import DraftProjection
 from vllm_spec_ext.training.hidden import HiddenSource
 from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target
+from vllm_spec_ext.training.text_copies import TextCopies
 
 TOP = (1, 2, 3, 5)
 _CANDIDATES = 5
@@ -142,7 +143,7 @@ def _collect(
     logit_chunk: int,
 ) -> _Rows:
     num_heads = heads.config.num_heads
-    copies = TextCopies.of_heads(data, heads.config.copy_match, num_heads)
+    copies = TextCopies.if_shown(data, heads.config.copy_match, num_heads)
     projection = DraftProjection(target, heads.draft_vocab)
     top = min(_CANDIDATES, projection.num_places)
     ranks, has_target, log_probs, agrees, counts = [], [], [], [], []

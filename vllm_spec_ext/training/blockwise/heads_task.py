@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from vllm_spec_ext.proposers.blockwise.heads import BlockwiseHeads, HeadsConfig, TokensSeen
 from vllm_spec_ext.training.batches import IGNORED, BatchPlan, Split, split_data
 from vllm_spec_ext.training.blockwise.checkpoint import default_head_width
-from vllm_spec_ext.training.blockwise.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.blockwise.evaluate import HeadFigures, measure_heads
 from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
-from vllm_spec_ext.training.blockwise.text_copies import TextCopies, tokens_seen
+from vllm_spec_ext.training.blockwise.tokens_seen import tokens_seen
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
+from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.hidden import HiddenSource
 from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target, pick_dtype
+from vllm_spec_ext.training.text_copies import TextCopies
 
 _SMOOTHING = 0.9  # of the figures in progress lines
 
@@ -48,7 +49,7 @@ class HeadsTask:
             config.positions_per_sequence,
             config.seed,
             config.prompt_text,
-            TextCopies.of_heads(data, config.copy_match, config.num_heads),
+            TextCopies.if_shown(data, config.copy_match, config.num_heads),
         )
         torch.manual_seed(config.seed)
         self.heads_config = heads_config(config, target, data)

@@ -16,6 +16,7 @@ from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target
 
 TOP = (1, 2, 3, 5)
+MOST_RANKS = 8  # as many as an expansion tree may have children
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def guess(
     """
     ranks, counts = [], []
     agreeing = overlap = 0.0
-    top = min(max(TOP), draft.vocab_size)
+    top = min(MOST_RANKS, draft.vocab_size)
     draft.model.eval()
     for start in range(0, len(sequences), batch_size):
         batch = make_batch(data, sequences[start : start + batch_size], 0, max_length)

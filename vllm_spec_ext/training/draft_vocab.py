@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that heads may draft, and projections onto them.
+"""The tokens that may be drafted, and projections onto them.
 
 After FR-Spec (Zhao et al. 2025): the most frequent tokens make up nearly all of a text, and a
 projection onto them alone costs a fraction.
@@ -32,7 +32,7 @@ def frequent_tokens(
 
 
 class DraftProjection:
-    """The target's projection as the heads use it: onto all tokens, or onto the draft vocabulary.
+    """The target's projection as a drafter uses it: onto all tokens, or onto a draft vocabulary.
 
     Columns are *places* in the draft vocabulary; without one, a token's place is its id.
     """
@@ -61,6 +61,10 @@ class DraftProjection:
     def num_places(self) -> int:
         """Columns of the logits."""
         return self._target.vocab_size if self._ids is None else len(self._ids)
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """Token ids of places."""
+        return places if self._ids is None else self._ids[places]
 
     def places(self, tokens: Tensor) -> Tensor:
         """Place of each token; IGNORED stays, and is the place of a token that is not listed."""

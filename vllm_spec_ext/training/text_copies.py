@@ -1,34 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What heads are shown beside the hidden state at every position of a training text."""
+"""The copies that a drafter is shown at every position of a training text, as in serving."""
 
 from typing import NamedTuple, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from vllm_spec_ext.proposers.blockwise.heads import TokensSeen
 from vllm_spec_ext.proposers.text_index.copied_tokens import copied_tokens
 from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
-from vllm_spec_ext.training.batches import Batch
 from vllm_spec_ext.training.shards import TokenData
 
 
-def tokens_seen(batch: Batch, part: slice, device: torch.device) -> TokensSeen:
-    """What heads see of some positions of a batch, on a device.
-
-    Args:
-        batch: Its inputs are those of :class:`TextCopies`, or none.
-        part: Which of its positions.
-        device: Where the heads are.
-    """
-    return TokensSeen(*(t[part].to(device) for t in (batch.next_tokens, *batch.inputs)))
-
-
 class Copies(NamedTuple):
-    """Of one text; row t is what heads see beside the hidden state of position t."""
+    """Of one text; row t is what is shown beside the hidden state of position t."""
 
-    tokens: NDArray[np.int64]  # [length, num_heads]
+    tokens: NDArray[np.int64]  # [length, count]
     lengths: NDArray[np.int64]  # [length] 0 = no earlier place
 
 
@@ -51,9 +37,9 @@ class TextCopies:
         self._known: dict[int, Copies] = {}
 
     @classmethod
-    def of_heads(cls, data: TokenData, copy_match: int, num_heads: int) -> Self | None:
-        """For heads with these settings; None for heads that are shown no copies."""
-        return cls(data, copy_match, num_heads) if copy_match else None
+    def if_shown(cls, data: TokenData, longest: int, count: int) -> Self | None:
+        """As the constructor; None for what is shown no copies (``longest`` 0)."""
+        return cls(data, longest, count) if longest else None
 
     def of(self, number: int) -> Copies:
         """Those of one text."""

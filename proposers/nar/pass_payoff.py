@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the one pass that drafts for all requests saves more time than it takes."""
+
+from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, StepPrices, TokenSeconds
+from vllm_spec_ext.proposers.records import StepContext
+
+_MEMORY = 0.98  # of what drafts gave: what remains after one more
+_PRIOR, _STRENGTH = 1.0, 4.0  # accepted tokens of a draft, trusted like so many drafts
+
+
+class PassPayoff:
+    """Learns what a draft gives on average, over all requests."""
+
+    def __init__(self) -> None:
+        """Nothing is known, so a pass pays."""
+        self._value = TokenSeconds()
+        self._retries = Retries()
+        self._prices = StepPrices()
+        self._drafts = self._accepted = self._drafted = 0.0
+        self._num_verified = 0  # nodes since the last step
+        self._seconds = 0.0  # of the last step's pass
+
+    def begin(self, step: StepContext) -> None:
+        """Count the last step, and take the prices of this one."""
+        num_requests = len(step.requests)
+        if num_requests:
+            emitted = sum(len(request.new_tokens) for request in step.requests)
+            self._value.observe(num_requests, emitted, self._num_verified, self._seconds)
+        self._num_verified, self._seconds = 0, 0.0
+        self._prices = self._value.prices(num_requests, step.plain_seconds, step.min_probability)
+
+    def pays(self, num_requests: int, seconds: float | None) -> bool:
+        """Whether to run a pass for so many requests; now and then one that does not pay.
+
+        Args:
+            num_requests: To draft for.
+            seconds: That the pass will take; None if not known.
+        """
+        cost = self._prices.in_tokens(seconds)
+        if cost is None or num_requests * self._gain > cost:
+            self._retries.pays()
+            return True
+        return self._retries.due()
+
+    def ran(self, seconds: float | None) -> None:
+        """A pass was run."""
+        self._seconds = seconds or 0.0
+
+    def verified(self, num_drafted: int, num_accepted: int) -> None:
+        """What became of a draft."""
+        self._num_verified += num_drafted
+        self._drafts = self._drafts * _MEMORY + 1.0
+        self._drafted = self._drafted * _MEMORY + num_drafted
+        self._accepted = self._accepted * _MEMORY + num_accepted
+
+    @property
+    def _gain(self) -> float:
+        """Tokens that a request's draft gives, its verification taken off."""
+        known = self._drafts + _STRENGTH
+        accepted = (self._accepted + _PRIOR * _STRENGTH) / known
+        return accepted - self._prices.node * self._drafted / known

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The texts of unfinished requests, indexed as they grow."""
+
+from vllm_spec_ext.proposers.base import RequestStep
+from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
+
+
+class RequestTexts:
+    """One index a request, of its prompt and output."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._texts: dict[str, OccurrenceIndex] = {}
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def of(self, request: RequestStep) -> OccurrenceIndex:
+        """The index of all tokens of a request."""
+        tokens = request.token_ids
+        text = self._texts.get(request.request_id)
+        # vLLM takes tokens back where a session's input goes on; then the index starts again.
+        if text is None or len(text) > len(tokens) or text.tokens[-1] != tokens[len(text) - 1]:
+            text = self._texts[request.request_id] = OccurrenceIndex(len(tokens))
+        text.append(tokens[len(text) :])
+        return text
+
+    def forget(self, request_id: str) -> None:
+        """A request is gone, known or not."""
+        self._texts.pop(request_id, None)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training block drafters end to end on a tiny random Llama, on the CPU."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, EXTRAS_NAME, WEIGHTS_NAME
+from vllm_spec_ext.training.hidden import live_states
+from vllm_spec_ext.training.nar import trainer
+from vllm_spec_ext.training.nar.checkpoint import finished
+from vllm_spec_ext.training.nar.model import NarDrafter
+from vllm_spec_ext.training.nar.nar_task import NarTask
+from vllm_spec_ext.training.nar.schema import NarTraining
+from vllm_spec_ext.training.nar.trainer import main, train_nar
+from vllm_spec_ext.training.shards import (
+    TokenSequence,
+    open_manifest,
+    read_data,
+    shard_path,
+    write_shard,
+)
+from vllm_spec_ext.training.target import load_target
+
+Settings = Callable[..., NarTraining]
+
+
+def quiet(line: str) -> None:
+    """No progress lines."""
+
+
+def task_of(config: NarTraining) -> NarTask:
+    """Untrained."""
+    target = load_target(config.model, torch.device("cpu"), torch.float32)
+    data = read_data(config.data_folder)
+    states = live_states(target, config.state_layers(target.num_layers))
+    return NarTask(config, target, data, states)
+
+
+def test_a_drafter_learns(settings: Settings) -> None:
+    """The language is determined, so that all slots can be right."""
+    config = settings(max_steps=120)
+    figures = train_nar(config, quiet)
+    assert figures is not None
+    assert figures.accuracy[0]["top1"] > 0.9
+    assert figures.acceptance_length > 2.5
+    assert figures.chain_lengths == sorted(figures.chain_lengths)
+    assert figures.chain_lengths[-1] == figures.acceptance_length
+    assert figures.tree_acceptance_lengths[0] >= figures.acceptance_length - 1e-6
+    told = json.loads((config.out / CONFIG_NAME).read_text())
+    assert told["nar"]["training"]["acceptance_length"] == round(figures.acceptance_length, 4)
+    assert told["dflash_config"]["target_layer_ids"] == [0, 1, 2]
+    assert (
+        f"**{figures.acceptance_length:.2f}** with the chain"
+        in (config.out / "README.md").read_text()
+    )
+    again = train_nar(settings(stage="eval"), quiet)
+    assert again is not None  # the finished drafter reads the target's states as they are
+    assert again.acceptance_length == pytest.approx(figures.acceptance_length, abs=0.02)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_resumed_training_equals_uninterrupted(
+    settings: Settings, tmp_path: Path, cached: bool
+) -> None:
+    """Also with dropout and glancing, which draw random numbers."""
+    facts = {"max_steps": 8, "dropout": 0.2, "cache_hidden": cached, "cache_dtype": "fp32"}
+    train_nar(settings(out=tmp_path / "whole", **facts), quiet)
+    parts = settings(out=tmp_path / "parts", log_every=3, **facts)
+
+    def interrupt(line: str) -> None:
+        if line.startswith("step 3/"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_nar(parts, interrupt)
+    lines: list[str] = []
+    train_nar(parts, lines.append)
+    assert any("resumed at step 3 of 8" in line for line in lines)
+    for name in (WEIGHTS_NAME, EXTRAS_NAME):
+        whole, resumed = (load_file(tmp_path / run / name) for run in ("whole", "parts"))
+        assert whole.keys() == resumed.keys()
+        assert all(torch.equal(whole[key], resumed[key]) for key in whole), name
+
+
+def test_parts_can_be_left_out(settings: Settings) -> None:
+    """Without copies, selector and further kinds of blocks; and all tokens of one pass at once."""
+    config = settings(
+        max_steps=6, copy_match=0, selector_rank=0, glancing=0.0, visible_prefix=0.0, draft_vocab=20
+    )
+    figures = train_nar(config, quiet)
+    assert figures is not None
+    assert figures.acceptance_length == figures.without_selector
+    drafter = NarDrafter.load(config.out)
+    assert drafter.extras.draft_vocab is not None
+    assert len(drafter.extras.draft_vocab) == 20
+    assert sorted(load_file(config.out / EXTRAS_NAME)) == ["draft_vocab", "slot_queries"]
+
+
+def test_passes_do_not_change_the_gradient(settings: Settings) -> None:
+    """How many sequences go through together, and how many logits exist, is a matter of memory."""
+    gradients = []
+    for facts in ({"sequences_per_pass": 8}, {"sequences_per_pass": 3, "logit_chunk": 7}):
+        task = task_of(settings(glancing=0.0, **facts))
+        task.train_step(20)
+        gradients.append([p.grad for p in task.drafter.parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) > 10
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_copies_teach_what_nothing_else_tells(settings: Settings, tmp_path: Path) -> None:
+    """Random texts that repeat: only the copy knows what comes."""
+    random, folder = np.random.default_rng(1), tmp_path / "repeats"
+    sequences = []
+    for _ in range(60):
+        text = random.integers(2, 48, 8).tolist()
+        sequences.append(TokenSequence([*text, *text, *text], 10))
+    open_manifest(folder, {"num_shards": 1, "prompts_per_shard": 60, "kind": "synthetic"})
+    write_shard(shard_path(folder, 0), sequences)
+    figures = train_nar(settings(data=folder, max_steps=60), quiet)
+    assert figures is not None
+    assert figures.accuracy[2]["top1"] > 0.9
+    told = json.loads((tmp_path / "drafter" / CONFIG_NAME).read_text())
+    assert told["nar"]["training"]["without_copies"] < figures.acceptance_length - 1.0
+
+
+def test_a_finished_drafter_is_the_trained_one(settings: Settings) -> None:
+    """The scales of the states are folded into its first matrix."""
+    task = task_of(settings())
+    for step in range(3):
+        task.optimizer.zero_grad()
+        task.train_step(step)
+        task.optimizer.step()
+    task.drafter.eval()
+    done = finished(task.drafter, task.scales.get_buffer("scales"))
+    states = torch.randn(2, 9, done.config.num_state_units) * 5
+    anchors, ids = torch.tensor([[4, 9], [5, 7]]), torch.randint(0, 48, (2, 2, 4))
+    with torch.no_grad():
+        trained = task.drafter(task.scales(states), anchors, ids, task.target.embed)
+        assert torch.allclose(done(states, anchors, ids, task.target.embed), trained, atol=1e-5)
+
+
+def test_a_warm_start_knows_the_targets_layers(settings: Settings) -> None:
+    task = task_of(settings(warm_start=True, layers=2))
+    theirs = task.target.layer_list()[-2:]
+    for mine, layer in zip(task.drafter.layers, theirs, strict=True):
+        name = "self_attn.v_proj.weight"
+        assert torch.equal(mine.get_parameter(name), layer.get_parameter(name))
+    assert task.drafter.config.intermediate_size == 48
+    with pytest.raises(SpecExtError, match=r"has 3 layers, the drafter 4; give --layers 3"):
+        task_of(settings(warm_start=True, layers=4))
+    with pytest.raises(SpecExtError, match=r"no fitting mlp\.gate_proj"):
+        task_of(settings(warm_start=True, ffn=40))
+
+
+def test_dry_run_predicts_and_writes_nothing(settings: Settings, tmp_path: Path) -> None:
+    lines: list[str] = []
+    assert train_nar(settings(dry_run=True, cache_hidden=True), lines.append) is None
+    text = "\n".join(lines)
+    assert "drafter: 1 layers with 64 units, 3 slots" in text
+    assert "s a step" in text
+    assert "for the hidden states, which are kept" in text
+    # 60 texts of 24 tokens, three layers of 32 units, two bytes each.
+    assert f"disk: {60 * 24 * 3 * 32 * 2 / 1e9:.2f} GB for cached hidden states" in text
+    assert not (tmp_path / "drafter").exists()
+    assert not (tmp_path / "drafter.run").exists()
+
+
+def test_states_of_other_layers_are_refused(settings: Settings) -> None:
+    train_nar(settings(max_steps=1, cache_hidden=True), quiet)
+    other = settings(max_steps=1, cache_hidden=True, read_layers=[0, 2], resume="restart")
+    with pytest.raises(SpecExtError, match=r"made with other settings \(layers: \[1, 2, 3\]"):
+        train_nar(other, quiet)
+
+
+def test_refusals(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SpecExtError, match=r"--read-layers 1 3: the target's layers are 0 to 2"):
+        task_of(settings(read_layers=[1, 3]))
+    with pytest.raises(SpecExtError, match="measures a finished drafter"):
+        train_nar(settings(stage="eval"), quiet)
+    for wrong in ({"glancing": 0.7, "visible_prefix": 0.4}, {"read_layers": [2, 1]}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            settings(**wrong)
+    words = ["--model", "m", "--out", "o", "--slots", "0"]
+    assert main(words) == 2
+    assert "slots" in capsys.readouterr().err
+
+
+def test_evaluation_refuses_another_shape(settings: Settings) -> None:
+    config = settings(max_steps=1)
+    train_nar(config, quiet)
+    with pytest.raises(SpecExtError, match=r"target_layer_ids \(0, 1, 2\).*--read-layers"):
+        train_nar(settings(stage="eval", read_layers=[0, 1]), quiet)
+    weights = config.out / WEIGHTS_NAME
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(SpecExtError, match="is damaged"):
+        train_nar(settings(stage="eval"), quiet)
+
+
+def test_uploads_the_finished_folder(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def push(*given: object) -> str:
+        seen.append(given)
+        return "address"
+
+    monkeypatch.setattr(trainer, "push_to_hub", push)
+    config = settings(max_steps=1, push_to_hub="user/drafter")
+    lines: list[str] = []
+    train_nar(config, lines.append)
+    assert seen == [(config.out, "user/drafter")]
+    assert lines[-1] == "uploaded: address"
+    shutil.rmtree(config.out)
+
+
+def test_slots_of_a_causal_block_see_those_before(settings: Settings) -> None:
+    drafters = [task_of(settings(causal=causal)).drafter.eval() for causal in (False, True)]
+    states, anchors = torch.randn(1, 6, 96), torch.tensor([[4]])
+    for drafter in drafters:
+        plain, last_changed = torch.tensor([[[5, 0, 0, 0]]]), torch.tensor([[[5, 0, 0, 9]]])
+        embed = torch.nn.Embedding(48, 32)
+        with torch.no_grad():
+            before, after = (
+                drafter(states, anchors, ids, embed)[0, 0] for ids in (plain, last_changed)
+            )
+        same = (before == after).all(-1).tolist()
+        assert same == ([True, True, False] if drafter.config.causal else [False] * 3)

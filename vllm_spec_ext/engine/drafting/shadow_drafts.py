@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts that are never verified: what the target would have accepted shows as it goes on.
+
+A method that does not pay is asked for such drafts now and then. They cost what drafting costs, not
+a longer step of the target, and tell as much: the proposer hears of them like of others.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm_spec_ext.proposers.base import Draft, RequestStep, StepOutcome
+from vllm_spec_ext.proposers.draft_tree import agreeing_path, parents_of
+
+MOST_TOKENS = 8  # of a request; to be followed over as many steps
+
+
+@dataclass
+class _Followed:
+    tokens: list[int]
+    parents: list[int]
+    start: int  # tokens of the request when it was made
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class ShadowResult:
+    """What a step with shadow drafts would have given."""
+
+    num_requests: int
+    num_drafted: int
+    num_accepted: int
+
+
+class ShadowDrafts:
+    """Those of one step; the next ones are made when all of them are known."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._followed: dict[str, _Followed] = {}
+        self._is_open = False  # the whole is not told yet
+        self._num_requests = self._num_drafted = self._num_accepted = 0
+
+    def __bool__(self) -> bool:
+        """Whether there are some whose outcome was not told yet."""
+        return self._is_open
+
+    def keep(self, requests: Sequence[RequestStep], drafts: Sequence[Draft]) -> None:
+        """Follow these from now on; the end of empty ones is known."""
+        for request, draft in zip(requests, drafts, strict=True):
+            if len(draft):
+                self._followed[request.request_id] = _Followed(
+                    draft.tokens.tolist(), parents_of(draft), len(request.token_ids)
+                )
+        self._is_open = True
+        self._num_requests = len(requests)
+        self._num_drafted = sum(map(len, drafts))
+        self._num_accepted = 0
+
+    def follow(
+        self, requests: Sequence[RequestStep]
+    ) -> tuple[list[StepOutcome], ShadowResult | None]:
+        """Compare with what the target said since.
+
+        Returns:
+            Outcomes of the drafts whose end is known now; and the whole, once all are.
+        """
+        if not self._is_open:
+            return [], None
+        outcomes = []
+        for request in requests:
+            draft = self._followed.get(request.request_id)
+            if draft is None:
+                continue
+            said = request.token_ids[draft.start :].tolist()
+            nodes = agreeing_path(draft.tokens, draft.parents, said)
+            draft.accepted = len(nodes)
+            if len(nodes) == len(said) and _has_children(draft.parents, nodes):
+                continue
+            del self._followed[request.request_id]
+            self._num_accepted += len(nodes)
+            outcomes.append(
+                StepOutcome(request.request_id, len(draft.tokens), len(nodes), tuple(nodes))
+            )
+        if self._followed:
+            return outcomes, None
+        self._is_open = False
+        return outcomes, ShadowResult(self._num_requests, self._num_drafted, self._num_accepted)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests that are gone: what they had accepted until then is all that is known."""
+        for request_id in request_ids:
+            draft = self._followed.pop(request_id, None)
+            if draft is not None:
+                self._num_accepted += draft.accepted
+
+
+def _has_children(parents: Sequence[int], nodes: Sequence[int]) -> bool:
+    return (nodes[-1] if nodes else -1) in parents

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One block drafter with its books: which of its context's KV is there; without vLLM.
+
+Its KV of position i is made of the target's hidden state of token i, so it exists as soon as the
+target has read that token, and can only be made in that step. All rows of all requests are written
+in every step, whether drafts pay or not; a request that lacks some gets no drafts. The rows of a
+block lie behind the context and are never kept: the next step writes the context there.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from vllm_spec_ext.engine.models.block_pass import (
+    Block,
+    BlockPass,
+    ContextRows,
+    lay_out_blocks,
+    lay_out_context,
+)
+from vllm_spec_ext.engine.models.branches import PagedBranch, Scratch
+from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
+from vllm_spec_ext.engine.models.forward_pass import Part
+from vllm_spec_ext.engine.models.forward_times import ForwardTimes
+from vllm_spec_ext.engine.models.hosted_model import BatchRow, Counts
+from vllm_spec_ext.proposers.models import BlockFacts, SlotCandidates, SlotHint
+from vllm_spec_ext.proposers.records import RequestStep
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BlockOutput(NamedTuple):
+    """Candidates of the slots that wanted some."""
+
+    tokens: "torch.Tensor"  # [n, m] int64, the likeliest by the slot alone first
+    log_probs: "torch.Tensor"  # [n, p, m] float32, see SlotCandidates
+
+
+class BlockRunner(Protocol):
+    """Computes what :class:`BlockModel` decides."""
+
+    def write_context(self, plan: ContextRows) -> None:
+        """Make KV of the target's states."""
+
+    def run_blocks(self, plan: BlockPass) -> BlockOutput:
+        """Candidates of each wanted row."""
+
+    def reload(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Other weights, by their names in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """What the engine knows of a checkpoint; the rest is its proposer's business."""
+
+    facts: BlockFacts
+    mask_id: int
+    causal: bool  # rows of a block see those before them only
+    num_ids: int  # its vocabulary
+
+
+class BlockModel:
+    """Implements :class:`vllm_spec_ext.proposers.models.BlockDrafter`."""
+
+    def __init__(
+        self, name: str, runner: BlockRunner, settings: BlockSettings, max_model_len: int
+    ) -> None:
+        """Without KV; :meth:`bind` gives it some.
+
+        Args:
+            name: Of the model.
+            runner: Its passes.
+            settings: Of its checkpoint.
+            max_model_len: Most tokens of a request with its draft.
+        """
+        self.name = name
+        self.facts = settings.facts
+        self.max_model_len = max_model_len
+        self.counts = Counts()
+        self.prompt_seconds = 0.0
+        """Of the current step: what the context of unfinished prompts took."""
+        self._runner = runner
+        self._settings = settings
+        self._times = ForwardTimes()
+        self._known: dict[str, int] = {}  # leading positions that are there; they stay
+        self._rows: Mapping[str, BatchRow] = {}
+        self._is_written = False
+
+    # -- the engine's side ------------------------------------------------------------------------
+
+    def bind(self, num_blocks: int, block_size: int, scratch: Sequence[int]) -> None:
+        """Use these KV blocks from now on.
+
+        Args:
+            num_blocks: Of the requests.
+            block_size: Tokens a block.
+            scratch: Ids of blocks for what lies behind a request's own.
+        """
+        self._block_size = block_size
+        self.blocks = FilledBlocks(num_blocks, block_size)
+        self.scratch = Scratch(scratch)
+        self._known.clear()
+
+    def begin_step(self, rows: Sequence[BatchRow]) -> None:
+        """The target ran these rows."""
+        # A request that found blocks in the prefix cache comes behind one that fills these in the
+        # same step: that one has computed less.
+        ordered = sorted(rows, key=lambda row: row.computed)
+        self._rows = {row.request_id: row for row in ordered}
+        self._is_written = False
+        self.prompt_seconds = 0.0
+
+    def end_step(self, could_draft: bool) -> None:
+        """Drafting is over: write the context if nothing was drafted, and free what lay behind."""
+        self._write_context()
+        self.scratch.free_all()
+        self._rows = {}
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests that are gone, or whose blocks are."""
+        for request_id in request_ids:
+            self._known.pop(request_id, None)
+
+    def reload(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Run with other weights from now on; KV of the old ones stays, as it cannot be remade."""
+        self._runner.reload(weights)
+
+    # -- the proposer's side ----------------------------------------------------------------------
+
+    def predict(
+        self,
+        requests: Sequence[RequestStep],
+        rows: Sequence[int],
+        num_slots: int,
+        num_candidates: int,
+        hints: Sequence[SlotHint | None] | None = None,
+    ) -> list[SlotCandidates | None]:
+        """See :meth:`vllm_spec_ext.proposers.models.BlockDrafter.predict`."""
+        self._write_context()
+        blocks: dict[int, Block] = {}
+        for place, index in enumerate(rows):
+            hint = None if hints is None else hints[place]
+            block = self._block(requests[index], num_slots, hint)
+            if block is not None:
+                blocks[place] = block
+        result: list[SlotCandidates | None] = [None] * len(rows)
+        if not blocks:
+            return result
+        settings = self._settings
+        plan = lay_out_blocks(
+            list(blocks.values()),
+            self._block_size,
+            settings.num_ids,
+            settings.mask_id,
+            num_candidates,
+            settings.causal,
+        )
+        started = time.perf_counter()
+        made = self._runner.run_blocks(plan)
+        # Waits for the device: drafts are scheduled from host memory.
+        tokens, log_probs = made.tokens.int().cpu().numpy(), made.log_probs.float().cpu().numpy()
+        seconds = time.perf_counter() - started
+        self._times.observe(plan.rows.num_rows, seconds)
+        self._count(1, plan.rows.num_rows, seconds)
+        first = 0
+        for place, block in blocks.items():
+            end = first + block.num_wanted
+            result[place] = SlotCandidates(tokens[first:end], log_probs[first:end])
+            first = end
+        return result
+
+    def forward_seconds(self, num_rows: int) -> float | None:
+        """See :meth:`vllm_spec_ext.proposers.models.BlockDrafter.forward_seconds`."""
+        return self._times.estimate(num_rows)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _write_context(self) -> None:
+        """KV of everything that the target read in this step."""
+        if self._is_written:
+            return
+        self._is_written = True
+        parts, num_prompt_rows = [], 0
+        for row in self._rows.values():
+            part = self._context_part(row)
+            if part is not None:
+                parts.append(part)
+                num_prompt_rows += len(part.tokens) if row.is_prefill else 0
+        if not parts:
+            return
+        plan = lay_out_context(parts, self._block_size)
+        started = time.perf_counter()
+        try:
+            self._runner.write_context(plan)
+        except BaseException:
+            self.blocks.clear()  # some of it was marked as filled
+            self._known.clear()
+            raise
+        seconds = time.perf_counter() - started
+        self.prompt_seconds += seconds * num_prompt_rows / len(plan.positions)
+        self._count(0, len(plan.positions), seconds)
+
+    def _context_part(self, row: BatchRow) -> Part | None:
+        """What to write of a request; marks it as filled. None: nothing, or it has a gap."""
+        assert row.state_rows is not None
+        room = min(len(row.blocks) * self._block_size, self.max_model_len)
+        end = min(row.computed + len(row.state_rows), room)
+        start = self._filled(row, end)
+        if not row.has_ids or start >= end or start < row.computed:
+            return None
+        self.blocks.fill(row.blocks, start, end)
+        self._known[row.request_id] = end
+        own = len(row.blocks)
+        branch = PagedBranch(-1, end, True, own=row.blocks, num_own=own)
+        states = row.state_rows[start - row.computed : end - row.computed]
+        return Part(branch, start, np.zeros(end - start, np.int32), 0, states)
+
+    def _filled(self, row: BatchRow, limit: int) -> int:
+        """Leading positions whose KV is there, at most so many."""
+        known = min(self._known.get(row.request_id, 0), limit)
+        return self.blocks.leading(row.blocks, limit, known)
+
+    def _block(self, request: RequestStep, num_slots: int, hint: SlotHint | None) -> Block | None:
+        """The block behind a request's tokens; None if it cannot be drafted for."""
+        row = self._rows.get(request.request_id)
+        length = len(request.token_ids)
+        slots = min(num_slots, self.facts.num_slots, self.max_model_len - length)
+        wanted = min(slots, request.room)
+        if row is None or not row.has_ids or wanted < 1:
+            return None
+        if self._filled(row, length - 1) < length - 1:
+            return None
+        branch = PagedBranch(
+            request=-1,
+            length=length - 1,
+            is_trunk=True,
+            request_id=request.request_id,
+            own=row.blocks,
+            num_own=len(row.blocks),
+        )
+        if not branch.reserve(length + slots, self._block_size, self.scratch):
+            return None
+        return Block(branch, length - 1, int(request.token_ids[-1]), slots, wanted, hint)
+
+    def _count(self, forwards: int, rows: int, seconds: float) -> None:
+        self.counts.forwards += forwards
+        self.counts.rows += rows
+        self.counts.seconds += seconds

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads DFlash drafters by vLLM's own loader, so that their layers are layers of the engine.
+
+As in :mod:`.eagle_loading`; what a drafter has beyond DFlash is read here.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.model_executor.model_loader import get_model
+
+from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, extras_file
+from vllm_spec_ext.engine.models.eagle_loading import eagle_vllm_config, share_layers
+from vllm_spec_ext.engine.models.paged_blocks import PagedBlocks
+from vllm_spec_ext.proposers.nar.extras import SlotExtras
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+    from vllm.config.vllm import VllmConfig
+
+
+def load_dflash(
+    vllm_config: "VllmConfig",
+    model_config: "ModelConfig",
+    facts: DFlashFacts,
+    index: int,
+    target: torch.nn.Module,
+    device: torch.device,
+    layers: tuple[int, ...],
+) -> PagedBlocks:
+    """Load one drafter.
+
+    Args:
+        vllm_config: The engine's.
+        model_config: The drafter's own, made by the front end.
+        facts: What its checkpoint says.
+        index: Of the model, for the names of its layers.
+        target: With its weights.
+        device: Of the target.
+        layers: Of the target, whose states it reads.
+    """
+    own = eagle_vllm_config(vllm_config, model_config)
+    known = vllm_config.compilation_config.static_forward_context
+    before = set(known)
+    # vLLM reads the layer's number off its name, which may hold no other integer between dots.
+    module: torch.nn.Module = get_model(
+        vllm_config=own, model_config=model_config, prefix=f"spec_ext_draft{index}x"
+    )
+    names = [name for name in known if name not in before]
+    share_layers(module, target)
+    extras = load_extras(facts, model_config.model).to(device)
+    size = vllm_config.model_config.get_vocab_size()
+    return PagedBlocks(module.eval(), own, names, device, layers, extras, target, size)
+
+
+def load_extras(facts: DFlashFacts, model: str) -> SlotExtras:
+    """What a checkpoint has beyond DFlash; float32 on the CPU."""
+    extras = SlotExtras(facts.nar, facts.block_size - 1, facts.hidden_size)
+    if facts.nar.has_tensors:
+        from safetensors.torch import load_file
+
+        file = extras_file(model)
+        assert file is not None  # dflash_checks.py
+        extras.load_state_dict(load_file(file))
+    extras.requires_grad_(False)
+    return extras

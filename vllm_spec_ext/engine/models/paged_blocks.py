@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes of a DFlash drafter over vLLM's V1 KV cache; one on every tensor-parallel rank.
+
+vLLM's module makes the context's keys and values of all layers at once and writes them
+(``precompute_and_store_context_kv``); its layers run the blocks. Around these stand the extras of
+:mod:`vllm_spec_ext.proposers.nar.extras`.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_spec_ext.engine.models.block_model import BlockOutput
+from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
+from vllm_spec_ext.engine.models.forward_pass import ForwardPass
+from vllm_spec_ext.engine.models.paged_model import PagedModel
+from vllm_spec_ext.proposers.blockwise.draft_logits import DraftLogits
+from vllm_spec_ext.proposers.nar.extras import Copies, SlotExtras, conditional_log_probs
+
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
+
+_TABLE_CHUNK = 8192  # embeddings that are looked up at a time
+
+
+class PagedBlocks(PagedModel):
+    """A drafter on one rank, with the hidden states of the current step."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        vllm_config: "VllmConfig",
+        layer_names: Sequence[str],
+        device: torch.device,
+        layers: tuple[int, ...],
+        extras: SlotExtras,
+        target: torch.nn.Module,
+        vocab_size: int,
+    ) -> None:
+        """Without caches.
+
+        Args:
+            module: vLLM's model.
+            vllm_config: The engine's, with the model as its drafter.
+            layer_names: Its attention layers.
+            device: Of its weights.
+            layers: Of the target, whose states it reads, ascending.
+            extras: What it has beyond DFlash.
+            target: Whose projection it uses for a vocabulary of its own.
+            vocab_size: The target's.
+        """
+        super().__init__(module, vllm_config, layer_names, device)
+        if device.type == "cpu":
+            _norm_each_layer(module)
+        self.layers = layers
+        self._extras = extras
+        self._vocab_size = vocab_size
+        self._states: Sequence[torch.Tensor] = ()
+        self._current: BlockPass | None = None
+        listed = extras.draft_vocab
+        self._logits = DraftLogits(target, listed, vocab_size)
+        self._place: torch.Tensor | None = None  # [vocab] column of a token, -1 = none
+        if listed is not None:
+            self._place = torch.full((vocab_size,), -1, device=device)
+            self._place[listed.long()] = torch.arange(len(listed), device=device)
+        self._tables = self._make_tables() if extras.config.selector_rank else None
+
+    def begin_step(self, states: Sequence[torch.Tensor]) -> None:
+        """The target ran a step.
+
+        Args:
+            states: Of each of :attr:`layers`: [rows of the step, hidden].
+        """
+        self._states = states
+
+    @torch.inference_mode()
+    def write_context(self, plan: ContextRows) -> None:
+        """Make KV of the target's states."""
+        rows = self._on_device(plan.states)
+        states = torch.cat([state[rows] for state in self._states], dim=-1)
+        self.module.precompute_and_store_context_kv(
+            self.module.combine_hidden_states(states),
+            self._on_device(plan.positions),
+            self._on_device(plan.slots),
+        )
+
+    @torch.inference_mode()
+    def run_blocks(self, plan: BlockPass) -> BlockOutput:
+        """Candidates of each wanted row."""
+        self._current = plan
+        hidden = self._hidden_of(plan.rows)[self._on_device(plan.rows.wanted)]
+        logits = self._slot_logits(hidden)
+        if logits is None:  # vLLM gives them to the first rank alone, which decides
+            return BlockOutput(hidden.new_empty(0, 0).long(), hidden.new_empty(0, 0, 0))
+        scores = self._preferring_copies(hidden, logits, plan).float()
+        best, places = scores.topk(min(plan.num_candidates, scores.shape[-1]), dim=-1)
+        base = best - scores.logsumexp(dim=-1, keepdim=True)
+        tokens = self._logits.tokens(places)
+        if self._tables is None:
+            return BlockOutput(tokens, base.unsqueeze(1))
+        table_a, table_b = self._tables
+        before = torch.cat([tokens[:1], tokens[:-1]])  # rows of a block follow one another
+        is_first = self._on_device(plan.slot_numbers[plan.rows.wanted] == 0)
+        lasts = self._on_device(plan.last_tokens)
+        before = torch.where(is_first[:, None], lasts[:, None], before)
+        edges = self._extras.edges(hidden, table_a[before], table_b[tokens])
+        return BlockOutput(tokens, conditional_log_probs(base, edges))
+
+    def _run(self, plan: ForwardPass) -> torch.Tensor:
+        """[num_rows, hidden] behind the last norm; masks are filled as the extras say."""
+        assert self._current is not None
+        ids = self._on_device(plan.ids)
+        embeds = self.module.embed_input_ids(ids)
+        config = self._extras.config
+        if config.slot_queries or config.copy_match:
+            numbers = self._on_device(self._current.slot_numbers)
+            copies = None
+            if config.copy_match and self._current.kinds.any():
+                copies = Copies(
+                    self._on_device(self._current.shown), self._on_device(self._current.kinds)
+                )
+            filled = self._extras.fill(embeds, numbers.clamp(min=0), copies, self._embed)
+            embeds = torch.where((numbers >= 0)[:, None], filled, embeds)
+        hidden: torch.Tensor = self.module(
+            input_ids=ids, positions=self._on_device(plan.positions), inputs_embeds=embeds
+        )
+        return hidden
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.module.model.embed_tokens(ids)
+        return found
+
+    def _slot_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, vocabulary or draft vocabulary]."""
+        logits = self.module.compute_logits(hidden) if self._place is None else self._logits(hidden)
+        assert logits is not None  # vLLM gathers them on every rank
+        return logits[:, : self._vocab_size]
+
+    def _preferring_copies(
+        self, hidden: torch.Tensor, logits: torch.Tensor, plan: BlockPass
+    ) -> torch.Tensor:
+        """Logits in which the tokens that slots were shown have got their bonus."""
+        wanted = plan.rows.wanted
+        if not self._extras.config.copy_match or not plan.kinds[wanted].any():
+            return logits
+        kinds = self._on_device(plan.kinds[wanted])
+        numbers = self._on_device(plan.slot_numbers[wanted])
+        bonus = self._extras.copy_bonus(hidden, numbers, kinds)
+        columns = self._on_device(plan.shown[wanted])
+        if self._place is not None:
+            columns = self._place[columns]
+            bonus = bonus * (columns >= 0)
+            columns = columns.clamp(min=0)
+        return logits.float().scatter_add(1, columns[:, None], bonus[:, None])
+
+    def _make_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The selector's tables A and B: [vocab, rank] each, made of the embeddings."""
+        first, second = [], []
+        for start in range(0, self._vocab_size, _TABLE_CHUNK):
+            end = min(start + _TABLE_CHUNK, self._vocab_size)
+            embeddings = self._embed(torch.arange(start, end, device=self._device))
+            dtype = embeddings.dtype
+            first.append(self._extras.table_a(embeddings).to(dtype))
+            second.append(self._extras.table_b(embeddings).to(dtype))
+        return torch.cat(first), torch.cat(second)
+
+
+def _norm_each_layer(module: torch.nn.Module) -> None:
+    """Give the context's keys of each layer the norm of that layer.
+
+    vLLM 0.32 asks one kernel for the norms of all layers, with weights [layers, head_dim]; the one
+    for CPUs takes the first row for all of them.
+    """
+    norms = [layer.self_attn.k_norm for layer in module.model.layers]
+
+    def normalise(keys: torch.Tensor) -> torch.Tensor:  # [layers, n, kv_heads, head_dim]
+        return torch.stack([norm(own) for norm, own in zip(norms, keys, strict=True)])
+
+    module.model._normalize_context_k = normalise

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy of a block's slots, weighted by how far a draft gets.
+
+A slot counts only if all slots before it are right. D-PACE's weight of slot j is
+``sum over m >= j of prod over i <= m of (q_i / 2 + 1 / 2)`` with the probabilities q of the right
+tokens: the expected accepted length's own gradient, softened. A constant within a step.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm_spec_ext.proposers.nar.extras import Embed, SlotExtras, conditional_log_probs
+from vllm_spec_ext.training.batches import IGNORED
+from vllm_spec_ext.training.draft_vocab import DraftProjection
+
+CANDIDATES = 16  # of each slot, between which the selector chooses
+
+
+class SlotTokens(NamedTuple):
+    """What belongs to slots, one row each: [rows] int64."""
+
+    targets: Tensor  # right tokens; IGNORED where there is none to learn
+    before: Tensor  # right tokens in front
+    slots: Tensor  # number of the slot in its block
+    copies: Tensor | None  # tokens shown
+    kinds: Tensor | None  # 0 = nothing shown
+
+    def take(self, rows: Tensor | slice) -> "SlotTokens":
+        """Some of the rows."""
+        return SlotTokens(*(None if part is None else part[rows] for part in self))
+
+
+def slot_logits(
+    states: Tensor,  # [rows, hidden] final states of slots
+    tokens: SlotTokens,
+    projection: DraftProjection,
+    extras: SlotExtras,
+) -> Tensor:
+    """[rows, places] float32: the target's projection, and what copies gain."""
+    logits = projection(states).float()
+    if tokens.copies is None or tokens.kinds is None or not extras.config.copy_match:
+        return logits
+    places = projection.places(tokens.copies)
+    listed = places != IGNORED
+    bonus = extras.copy_bonus(states, tokens.slots, tokens.kinds * listed)
+    return logits.scatter_add(1, places.clamp(min=0).unsqueeze(1), bonus.unsqueeze(1))
+
+
+def candidate_log_probs(
+    states: Tensor,  # [rows, hidden]
+    tokens: SlotTokens,
+    log_probs: Tensor,  # [rows, candidates]
+    candidates: Tensor,  # [rows, candidates] int64 token ids
+    extras: SlotExtras,
+    embed: Embed,
+) -> Tensor:
+    """[rows, candidates] log-probability behind the right token before, by the selector."""
+    before = extras.table_a(embed(tokens.before.clamp(min=0))).unsqueeze(1)
+    edges = extras.edges(states, before, extras.table_b(embed(candidates)))
+    return conditional_log_probs(log_probs, edges).squeeze(1)
+
+
+class SlotLoss(NamedTuple):
+    """Of rows that have something to learn."""
+
+    losses: Tensor  # [rows] with a graph
+    probabilities: Tensor  # [rows] detached, of the right tokens
+    correct: Tensor  # 0-d
+
+
+def slot_losses(
+    states: Tensor,  # [rows, hidden]
+    tokens: SlotTokens,  # targets are not IGNORED
+    projection: DraftProjection,
+    extras: SlotExtras,
+    embed: Embed,
+    selected: float,
+) -> SlotLoss:
+    """Cross-entropy of the slots alone and behind the right token before, mixed.
+
+    Args:
+        states: Final states.
+        tokens: Right tokens and copies; tokens that cannot be drafted must be left out.
+        projection: Onto the draft vocabulary.
+        extras: Copies' trust, and the selector.
+        embed: The drafter's embeddings.
+        selected: Part of the loss that the selector's log-probabilities have, 0 to 1.
+    """
+    logits = slot_logits(states, tokens, projection, extras)
+    wanted = projection.places(tokens.targets)
+    places = wanted.unsqueeze(1)
+    selects = bool(extras.config.selector_rank) and selected > 0.0
+    if selects:
+        best = logits.detach().topk(min(CANDIDATES, logits.shape[1]), dim=-1).indices
+        places = torch.cat([places, best], dim=1)
+    found = logits.log_softmax(-1).gather(1, places)  # one gather: each has a gradient as wide
+    losses = -found[:, 0]
+    guesses = best[:, 0] if selects else logits.detach().argmax(-1)
+    if selects:
+        candidates = projection.tokens(best)
+        behind = candidate_log_probs(states, tokens, found[:, 1:], candidates, extras, embed)
+        hit = best == wanted.unsqueeze(1)
+        # A right token that is no candidate keeps its own probability.
+        among = torch.where(hit, -behind, 0.0).sum(-1)
+        paths = torch.where(hit.any(-1), among, losses)
+        losses = (1.0 - selected) * losses + selected * paths
+    return SlotLoss(losses, (-losses.detach()).exp(), (guesses == wanted).sum())
+
+
+def path_weights(
+    probabilities: Tensor,  # [blocks, slots] of right tokens; 1 where shown
+    known: Tensor,  # [blocks, slots] bool: there is a right token
+) -> Tensor:
+    """[blocks, slots] float32 weight of each slot (D-PACE, see above)."""
+    reached = torch.where(known, 0.5 * probabilities + 0.5, 0.0).cumprod(-1)
+    return reached.flip(-1).cumsum(-1).flip(-1)
