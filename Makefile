@@ -29,7 +29,7 @@ fix: setup  ## Format, and repair what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: setup  ## All tests: unit, engine, e2e (a quarter of an hour on two quiet cores)
+test: setup  ## All tests: unit, engine, e2e (half an hour)
 	$(BIN)/python scripts/run_tests.py
 
 ci:  ## All that continuous integration runs: format, lint, types, docs, all tests
