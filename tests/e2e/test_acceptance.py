@@ -151,9 +151,10 @@ def test_a_tree_of_the_heads_candidates_accepts_more(bench: BenchResult) -> None
 
 @pytest.mark.parametrize("name", ["heads_by_default", "copy_by_default"])
 def test_with_default_settings_methods_draft(name: str, bench: BenchResult) -> None:
-    # Clocks decide how much, so the figure leaves room: half of what is gained without a budget.
+    # Clocks decide how much and how soon, so this asks only for what a method that never starts
+    # (one token a step) cannot show; the figures above hold without clocks.
     (row,) = [summary for summary in bench.summaries() if summary.method == name]
-    assert row.tokens_per_step >= 1.5
+    assert row.tokens_per_step >= 1.15
 
 
 @pytest.mark.parametrize("name", REPLAYS_REACH)
