@@ -101,6 +101,13 @@ def acceptance_lines(summaries: Sequence[Summary]) -> list[str]:
 def verdict_lines(result: BenchResult) -> list[str]:
     """What went wrong or deserves a word: failed engines, answers that differ."""
     lines = [f"FAILED {name}: {reason}" for name, reason in result.failures.items()]
+    if result.interrupted:
+        sizes = result.settings.batch_size
+        planned = len(sizes) * result.settings.repeats
+        complete = len({(run.batch_size, run.repeat) for run in result.runs})
+        lines.append(
+            f"INTERRUPTED: {complete} of {planned} passes are complete and in these tables"
+        )
     broken = {(s.method, s.batch_size) for s in result.broken_promises()}
     for summary in result.summaries():
         if result.settings.temperature > 0 or not summary.divergences:

@@ -51,6 +51,7 @@ class BenchResult:
     runs: list[Run] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # method -> reason
     drifts: list[Drift] = field(default_factory=list)  # of the lossy methods
+    interrupted: bool = False  # by the user, with some passes complete
 
     @property
     def plain(self) -> str:
@@ -168,13 +169,21 @@ def _start(
 
 
 def run_benchmark(result: BenchResult, log_dir: Path, events: Events) -> None:
-    """Fill ``result`` with runs; raises as :func:`engines_running`."""
-    with engines_running(result, log_dir, events) as clients:
-        for batch_size in result.settings.batch_size:
-            for repeat in range(result.settings.repeats):
-                _run_in_turns(result, clients, batch_size, repeat, events)
-        if result.settings.temperature == 0 and result.plain in clients:
-            _measure_drifts(result, clients, events)
+    """Fill ``result`` with runs; raises as :func:`engines_running`.
+
+    Interrupted, it keeps the passes that are complete: they may have taken an hour.
+    """
+    try:
+        with engines_running(result, log_dir, events) as clients:
+            for batch_size in result.settings.batch_size:
+                for repeat in range(result.settings.repeats):
+                    _run_in_turns(result, clients, batch_size, repeat, events)
+            if result.settings.temperature == 0 and result.plain in clients:
+                _measure_drifts(result, clients, events)
+    except KeyboardInterrupt:
+        if not result.runs:
+            raise
+        result.interrupted = True
 
 
 def _run_in_turns(

@@ -33,6 +33,7 @@ from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
 
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
 SMOKE = {"limit": 2, "max_tokens": 16, "repeats": 1}
 
 
@@ -118,7 +119,7 @@ def bench(
     """Measure speculative methods against plain decoding, engine by engine, interleaved.
 
     Exit status: 0 if all went well, 1 if an engine failed or an answer that must be identical is
-    not, 2 for bad input.
+    not, 2 for bad input, 130 if it was interrupted; passes that were complete are then reported.
     """
     given: dict[str, Any] = {
         "model": model,
@@ -166,6 +167,8 @@ def bench(
         json_file.write_text(json.dumps(saved.to_json(result, facts), indent=1), encoding="utf-8")
     if markdown_file is not None:
         markdown_file.write_text(report.markdown(result, facts), encoding="utf-8")
+    if result.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
     if result.failures or result.broken_promises():
         raise typer.Exit(EXIT_FAILED)
 

@@ -47,6 +47,7 @@ class FakeClient:
     def __init__(self, name: str, calls: list[tuple[str, list[int]]], fails_at: int) -> None:
         self.name, self.calls, self.fails_at = name, calls, fails_at
         self.log = "log"
+        self.num_passes, self.stops_at_pass = 0, 0
 
     def run_in_turns(
         self, indices: range, concurrency: int, turn: int, on_answer: Any
@@ -58,6 +59,9 @@ class FakeClient:
             self.calls.append((self.name, list(some)))
             if self.fails_at in some:
                 raise EngineFailed("gone")
+            if self.stops_at_pass and self.stops_at_pass == self.num_passes and begin == 0:
+                raise KeyboardInterrupt
+            self.num_passes += begin == 0
         taken = TurnRecord(1, (1,), (1,), 0.1, 0.5, (0.1,))
         records = tuple(QuestionRecord(index, "all", (taken,)) for index in indices)
         yield EngineRun(records, 0.5 * len(records), DraftCounters(1, 2, 1), (7.0,), 10)
@@ -115,12 +119,15 @@ def test_a_method_that_fails_in_mid_pass_leaves_no_run() -> None:
     assert [call[1] for call in calls if call[0] == "b"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def _play_all(monkeypatch: pytest.MonkeyPatch, plain_fails_at: int) -> BenchResult:
+def _play_all(
+    monkeypatch: pytest.MonkeyPatch, plain_fails_at: int, stops_at_pass: int = 0
+) -> BenchResult:
     """A whole benchmark of plain decoding and a lossy method."""
     clients: Any = {
         "plain": FakeClient("plain", [], plain_fails_at),
         "lossy": FakeClient("lossy", [], -1),
     }
+    clients["lossy"].stops_at_pass = stops_at_pass
 
     @contextlib.contextmanager
     def running(*_: object) -> Iterator[Any]:
@@ -136,6 +143,18 @@ def _play_all(monkeypatch: pytest.MonkeyPatch, plain_fails_at: int) -> BenchResu
     )
     session.run_benchmark(result, Path(), session.Events())
     return result
+
+
+def test_an_interrupted_run_keeps_the_passes_that_are_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = _play_all(monkeypatch, -1, stops_at_pass=1)
+    assert result.interrupted
+    assert [(run.method, run.repeat) for run in result.runs] == [("plain", 0), ("lossy", 0)]
+    assert result.drifts == []
+    assert "INTERRUPTED: 1 of 2 passes are complete and in these tables" in report.verdict_lines(
+        result
+    )
 
 
 def test_drifts_of_a_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
