@@ -87,6 +87,17 @@ def tokenise_prompts(
     return pieces
 
 
+def _memory_share() -> float:
+    """Of a CPU's memory for vLLM: half of what is free, which suffices for any batch.
+
+    vLLM would ask for 0.92 of it all and refuse to start beside another program.
+    """
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return max(0.05, round(0.5 * memory.available / memory.total, 2))
+
+
 def _prompt_bound(config: Training) -> str:
     """The flag that decides which prompts are too long."""
     if config.longest_prompt == config.max_prompt_tokens:
@@ -218,6 +229,7 @@ def vllm_generator(config: Training) -> Generator:
             max_model_len=length,
             dtype=given[config.dtype],
             enforce_eager=on_cpu,  # compiling takes minutes there and gains little
+            **({"gpu_memory_utilization": _memory_share()} if on_cpu else {}),
             **recorder,
         )
     except ValueError as error:  # e.g. a context shorter than that, with vLLM's own explanation
