@@ -188,18 +188,18 @@ class BlockwiseHeads(nn.Module):
         if seen is None or embed is None:
             raise ValueError("the tokens that these heads are shown are missing")
         if not self.config.copy_match:
-            return _unit_rms(embed(seen.following)).to(dtype), None, None
+            return unit_rms(embed(seen.following)).to(dtype), None, None
         if seen.copied is None or seen.copied_length is None:
             raise ValueError("the copied tokens that these heads are shown are missing")
         # One look-up: with tensor parallelism each is an exchange between the GPUs.
         token_ids = torch.cat([seen.following.unsqueeze(1), seen.copied], dim=1)
-        shown = _unit_rms(embed(token_ids.flatten())).view(*token_ids.shape, -1)
+        shown = unit_rms(embed(token_ids.flatten())).view(*token_ids.shape, -1)
         copied = shown[:, 1:] * (seen.copied_length > 0)[:, None, None]
         return shown[:, 0].to(dtype), copied.to(dtype), seen.copied_length
 
 
-def _unit_rms(x: Tensor) -> Tensor:
-    # Engines disagree on scaled embeddings (Gemma), so only the direction counts.
+def unit_rms(x: Tensor) -> Tensor:
+    """Float32 with a mean square of 1; engines disagree on scaled embeddings (Gemma)."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-12)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ``nar`` drafter has beyond DFlash: slot queries, copies in the slots, and the selector.
+"""What a ``nar`` drafter has beyond DFlash: slot queries, copies and guesses in the slots, and the
+selector.
 
 Used alike by the trainer, which learns it, and by the engine, which runs it around vLLM's layers.
 Everything starts such that it changes nothing: a fresh drafter with extras is the same as one
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vllm_spec_ext.proposers.blockwise.heads import unit_rms
+from vllm_spec_ext.proposers.nar.guesses import SlotGuesses
 from vllm_spec_ext.proposers.nar.layout import NarConfig
 
 Embed = Callable[[Tensor], Tensor]
@@ -57,6 +60,9 @@ class SlotExtras(nn.Module):
             self.selector_a = nn.Parameter(torch.randn(hidden_size, rank) * hidden_size**-0.5)
             self.selector_b = nn.Parameter(torch.zeros(hidden_size, rank))
             self.selector_h = nn.Parameter(torch.randn(rank, hidden_size) * hidden_size**-0.5)
+        self.guesses: SlotGuesses | None = None
+        if config.heads is not None:
+            self.guesses = SlotGuesses(config.heads, num_slots, hidden_size)
         listed = config.draft_vocab_size
         self.draft_vocab: Tensor | None
         # [draft_vocab_size] int32 token ids, ascending
@@ -64,7 +70,14 @@ class SlotExtras(nn.Module):
             "draft_vocab", None if listed is None else torch.arange(listed, dtype=torch.int32)
         )
 
-    def fill(self, masks: Tensor, slots: Tensor, copies: Copies | None, embed: Embed) -> Tensor:
+    def fill(
+        self,
+        masks: Tensor,
+        slots: Tensor,
+        copies: Copies | None,
+        embed: Embed,
+        guesses: Tensor | None = None,
+    ) -> Tensor:
         """What the layers read in slots that hold the mask.
 
         Args:
@@ -72,6 +85,7 @@ class SlotExtras(nn.Module):
             slots: [...] int64 numbers of the slots, from 0.
             copies: Of each slot: [...] both.
             embed: The drafter's embeddings.
+            guesses: [..., hidden] states of the heads, if there are heads.
 
         Returns:
             [..., hidden] as `masks`.
@@ -82,7 +96,15 @@ class SlotExtras(nn.Module):
             gates = self.copy_gate[copies.kinds, slots] * (copies.kinds > 0)
             shown = unit_rms(embed(copies.tokens)) * gates.unsqueeze(-1)
             masks = masks + shown.to(masks.dtype)
+        if self.guesses is not None and guesses is not None:
+            masks = self.guesses.fill(masks, slots, guesses)
         return masks
+
+    def settle(self, states: Tensor, slots: Tensor, guesses: Tensor | None) -> Tensor:
+        """[..., hidden] final states of slots [...], of the layers' states behind the last norm."""
+        if self.guesses is None or guesses is None:
+            return states
+        return self.guesses.corrected(states, slots, guesses)
 
     def copy_bonus(self, states: Tensor, slots: Tensor, kinds: Tensor) -> Tensor:
         """[...] float32 what the logit of each slot's copied token gains; 0 where there is none.
@@ -113,12 +135,6 @@ class SlotExtras(nn.Module):
     def table_b(self, embeddings: Tensor) -> Tensor:
         """[..., rank] rows for candidates, of their embeddings [..., hidden]."""
         return unit_rms(embeddings) @ self.selector_b.float()
-
-
-def unit_rms(x: Tensor) -> Tensor:
-    """Float32 with a mean square of 1; engines disagree on scaled embeddings (Gemma)."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-12)
 
 
 def conditional_log_probs(

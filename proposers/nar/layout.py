@@ -27,6 +27,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.blockwise.heads import HeadsConfig
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -49,6 +50,8 @@ class NarConfig(BaseModel):
     reuse_tail: bool = False
     """Where nothing is found, slots are shown what is left of the last draft behind the token at
     which it was rejected. Needs ``copy_match``."""
+    heads: HeadsConfig | None = None
+    """Blockwise heads whose guesses the first slots start from; None = there are none."""
     selector_rank: int = Field(default=0, ge=0, le=4096)
     """Rank of the pairwise selector; 0 = there is none."""
     draft_vocab_size: int | None = Field(default=None, ge=1)
@@ -62,7 +65,11 @@ class NarConfig(BaseModel):
     def has_tensors(self) -> bool:
         """Whether there is a file of extras."""
         return bool(
-            self.slot_queries or self.copy_match or self.selector_rank or self.draft_vocab_size
+            self.slot_queries
+            or self.copy_match
+            or self.heads
+            or self.selector_rank
+            or self.draft_vocab_size
         )
 
     @property

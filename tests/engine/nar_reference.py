@@ -55,7 +55,7 @@ class DenseDrafter:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         drafter, config = self.drafter, self.drafter.config
         self._states.clear()
-        self.target.model(torch.tensor([list(text)]))
+        final = self.target.model(torch.tensor([list(text)])).last_hidden_state
         states = torch.cat(self._states, dim=-1)[:, : len(text) - 1]
         ids = torch.full((1, 1, 1 + num_slots), config.mask_token_id)
         ids[0, 0, 0] = int(text[-1])
@@ -67,7 +67,8 @@ class DenseDrafter:
             copies = Copies(shown[None, None], kinds[None, None])
         anchors = torch.tensor([[len(text) - 1]])
         embed = self.target.get_input_embeddings()
-        hidden = drafter(states, anchors, ids, embed, copies)[0, 0]
+        before = final[:, len(text) - 2 : len(text) - 1]
+        hidden = drafter(states, anchors, ids, embed, copies, before)[0, 0]
         logits = hidden @ self.target.lm_head.weight.T
         if copies is not None:
             bonus = drafter.extras.copy_bonus(hidden, torch.arange(num_slots), kinds)

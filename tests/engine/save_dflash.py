@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_model import HIDDEN_SIZE, VOCAB_SIZE
 
+from vllm_spec_ext.proposers.blockwise.heads import HeadsConfig
 from vllm_spec_ext.proposers.nar.layout import NarConfig
 from vllm_spec_ext.training.nar.model import DrafterConfig, NarDrafter
 
@@ -39,9 +41,27 @@ def drafter_config(target: Path, **changes: Any) -> DrafterConfig:
     return DrafterConfig(**given)
 
 
-ALL_EXTRAS = NarConfig(
-    slot_queries=True, copy_match=8, reuse_tail=True, selector_rank=16, draft_vocab_size=300
+HEADS = HeadsConfig(
+    target="tiny",
+    hidden_size=HIDDEN_SIZE,
+    vocab_size=VOCAB_SIZE,
+    num_heads=3,
+    head_width=16,
+    condition_on_next=True,
+    copy_match=8,
 )
+ALL_EXTRAS = NarConfig(
+    slot_queries=True,
+    copy_match=8,
+    reuse_tail=True,
+    heads=HEADS,
+    selector_rank=16,
+    draft_vocab_size=300,
+)
+
+
+_SIZES = {"selector": 0.05, ".heads.": 0.12, "guesses.": 0.4, "extras": 1.0, "": 0.12}
+"""Spread of the random weights, by the first of these that is part of their name."""
 
 
 def random_drafter(target: Path, seed: int = 3, k_norms: bool = True, **changes: Any) -> NarDrafter:
@@ -51,7 +71,7 @@ def random_drafter(target: Path, seed: int = 3, k_norms: bool = True, **changes:
     with torch.no_grad():
         for name, weight in drafter.named_parameters():
             if weight.dim() == 2:
-                weight.normal_(0, 0.05 if "selector" in name else 1.0 if "extras" in name else 0.12)
+                weight.normal_(0, next(size for part, size in _SIZES.items() if part in name))
             elif "k_norm" in name and not k_norms:
                 pass
             elif "norm" in name:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from generation import run, tokens
-from save_dflash import random_drafter
+from save_dflash import HEADS, random_drafter
 from save_drafts import save_draft
 from save_eagle3 import save_eagle3
 from scenarios import SCENARIOS
@@ -54,7 +54,10 @@ def found(
         vocab = [40, 42, 44]  # those of the scenario "few_tokens"
         config["model"] = str(save_random_heads(folder / "heads", vocab, copy_match=4))
     if config["method"] == "nar":
-        extras = NarConfig(slot_queries=True, copy_match=4, selector_rank=8, draft_vocab_size=3)
+        heads = HEADS.model_copy(update={"copy_match": 4})
+        extras = NarConfig(
+            slot_queries=True, copy_match=4, heads=heads, selector_rank=8, draft_vocab_size=3
+        )
         drafter = random_drafter(tiny_model, nar=extras)
         drafter.extras.draft_vocab = torch.tensor([40, 42, 44], dtype=torch.int32)
         drafter.save(folder / "drafter")

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 VOCAB_SIZE = 512
+HIDDEN_SIZE = 128
 MAX_POSITION = 512
 
 CHAT_TEMPLATE = (
@@ -74,7 +75,7 @@ def build_tiny_model(
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
+        hidden_size=HIDDEN_SIZE,
         intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,

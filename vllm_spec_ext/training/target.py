@@ -128,6 +128,21 @@ class Target:
             )
         return found[0]
 
+    def final_states(self, behind_last: Tensor) -> Tensor:
+        """[..., hidden_size] the last norm of the stream behind the last layer.
+
+        Raises:
+            SpecExtError: The model's last norm is not where Llama and its descendants have it.
+        """
+        norm = getattr(self.model.base_model, "norm", None)
+        if norm is None:
+            raise SpecExtError(
+                f"{self.name} has no module `norm` behind its layers, as Llama and its descendants "
+                "have; states of its last layer cannot be made to final ones"
+            )
+        found: Tensor = norm(behind_last.to(norm.weight.dtype))
+        return found
+
     def project(self, states: Tensor) -> Tensor:
         """Logits [n, vocab_size] of states [n, hidden_size] by the target's own projection."""
         assert self._head is not None

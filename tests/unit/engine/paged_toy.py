@@ -174,6 +174,8 @@ class ToyBlocks(ToyModel):
         rows = plan.rows
         assert (rows.query_lens == 1).all()
         state = self._block_inputs(rows.ids, rows.positions, plan.shown, plan.kinds)
+        # Every row of a block reads what the target saw in front of it.
+        state = state + np.stack([self.target_rows[int(plan.states[i])] for i in plan.blocks])
         for layer in range(LAYERS):
             self.keys[layer, rows.slots] = state @ self.key[layer]
             self.values[layer, rows.slots] = state @ self.value[layer]
@@ -199,6 +201,7 @@ class ToyBlocks(ToyModel):
         context = self._context(states, np.arange(length))
         positions = length + np.arange(len(ids))
         state = self._block_inputs(np.asarray(ids), positions, shown, kinds)
+        state = state + states[-1]
         for layer in range(LAYERS):
             both = np.concatenate([context, state])
             keys, values = both @ self.key[layer], both @ self.value[layer]

@@ -244,7 +244,16 @@ class BlockModel:
         )
         if not branch.reserve(length + slots, self._block_size, self.scratch):
             return None
-        return Block(branch, length - 1, int(request.token_ids[-1]), slots, wanted, hint)
+        assert row.state_rows is not None
+        return Block(
+            branch,
+            start=length - 1,
+            token=int(request.token_ids[-1]),
+            state=int(row.state_rows[length - 2 - row.computed]),
+            num_slots=slots,
+            num_wanted=wanted,
+            hint=hint,
+        )
 
     def _count(self, forwards: int, rows: int, seconds: float) -> None:
         self.counts.forwards += forwards

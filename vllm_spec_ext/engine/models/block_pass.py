@@ -28,6 +28,7 @@ class Block:
     branch: PagedBranch  # with KV blocks for all rows
     start: int  # position of the last token
     token: int
+    state: int  # row of the target's step that has the token in front of it
     num_slots: int  # masks
     num_wanted: int  # the first so many slots get candidates
     hint: SlotHint | None = None
@@ -45,8 +46,29 @@ class BlockPass:
     slot_numbers: Int64s  # [num_rows] from 0; -1 = the row of the last token
     shown: Int64s  # [num_rows] token that a slot is shown; any where there is none
     kinds: Int64s  # [num_rows] of what it is shown; 0 = nothing
-    last_tokens: Int64s  # [len(wanted)] last token of the request
+    blocks: Int64s  # [num_rows] number of the block
+    tokens: Int64s  # [num_blocks] last token of the request
+    states: Int64s  # [num_blocks] row of the target's step that has the token in front of it
     num_candidates: int
+
+    @property
+    def last_tokens(self) -> Int64s:
+        """[len(wanted)] last token of the request."""
+        return self.tokens[self.blocks[self.rows.wanted]]
+
+    def first_hints(self, count: int) -> tuple[Int64s, Int64s]:
+        """What the first slots of each block are shown.
+
+        Args:
+            count: Of slots.
+
+        Returns:
+            [num_blocks, count] tokens, zeros where there is no slot; [num_blocks] their kind.
+        """
+        tokens = np.zeros((len(self.tokens), count), np.int64)
+        rows = np.flatnonzero((self.slot_numbers >= 0) & (self.slot_numbers < count))
+        tokens[self.blocks[rows], self.slot_numbers[rows]] = self.shown[rows]
+        return tokens, self.kinds[self.slot_numbers == 0]
 
 
 def lay_out_context(parts: Sequence[Part], block_size: int) -> ContextRows:
@@ -89,7 +111,6 @@ def lay_out_blocks(
     numbers = np.concatenate([np.arange(-1, block.num_slots, dtype=np.int64) for block in blocks])
     limits = np.repeat(np.array([block.num_wanted for block in blocks], np.int64), lengths)
     is_wanted = (numbers >= 0) & (numbers < limits)
-    lasts = np.repeat(np.array([block.token for block in blocks], np.int64), lengths)
     ends = whole.positions + 1 if causal else np.repeat(whole.seq_lens, lengths)
     rows = replace(
         whole,
@@ -99,7 +120,16 @@ def lay_out_blocks(
         wanted=np.flatnonzero(is_wanted),
     )
     shown, kinds = _hints(blocks, num_ids)
-    return BlockPass(rows, numbers, shown, kinds, lasts[is_wanted], num_candidates)
+    return BlockPass(
+        rows,
+        numbers,
+        shown,
+        kinds,
+        blocks=np.repeat(np.arange(len(blocks)), lengths),
+        tokens=np.array([block.token for block in blocks], np.int64),
+        states=np.array([block.state for block in blocks], np.int64),
+        num_candidates=num_candidates,
+    )
 
 
 def _hints(blocks: Sequence[Block], num_ids: int) -> tuple[Int64s, Int64s]:

@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, extras_file
 from vllm_spec_ext.engine.models.eagle_checkpoint import tensor_shapes
 from vllm_spec_ext.engine.models.same_ids import why_ids_differ
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
+from vllm_spec_ext.proposers.nar.guesses import SlotGuesses
 from vllm_spec_ext.proposers.nar.layout import EXTRAS_NAME, NarConfig
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ def dflash_reasons(draft: "ModelConfig", target: "ModelConfig") -> Iterator[str]
         )
     facts = DFlashFacts.of(draft.hf_config, draft.model)
     yield from _sizes(facts, target)
+    yield from _heads(facts, target)
     yield from _layers(facts, target)
     yield from _ids(facts, draft, target)
     folder = Path(draft.model)
@@ -67,6 +71,29 @@ def _sizes(facts: DFlashFacts, target: "ModelConfig") -> Iterator[str]:
         yield f"found block_size={facts.block_size}, expected 2 or more; {_AGAIN}"
     if facts.has_window:
         yield "found a sliding window (use_swa), expected full attention; use another checkpoint"
+
+
+def _heads(facts: DFlashFacts, target: "ModelConfig") -> Iterator[str]:
+    heads = facts.nar.heads
+    if heads is None:
+        return
+    sizes = (heads.hidden_size, heads.vocab_size)
+    expected = (target.get_hidden_size(), target.get_vocab_size())
+    if sizes != expected:
+        yield (
+            f"found heads for a hidden size and a vocabulary of {sizes}, expected the target's "
+            f"{expected}; {_ADVICE}"
+        )
+    elif facts.hidden_size != heads.hidden_size:
+        yield (
+            f"found heads for a hidden size of {heads.hidden_size}, expected the drafter's "
+            f"{facts.hidden_size}, whose states theirs become; {_AGAIN}"
+        )
+    if heads.num_heads >= facts.block_size:
+        yield (
+            f"found {heads.num_heads} heads, expected at most one for each of the "
+            f"{facts.block_size - 1} slots; {_AGAIN}"
+        )
 
 
 def _layers(facts: DFlashFacts, target: "ModelConfig") -> Iterator[str]:
@@ -156,6 +183,11 @@ def expected_extras(nar: NarConfig, num_slots: int, size: int) -> dict[str, tupl
     if nar.copy_match:
         kinds = (nar.num_copy_kinds, num_slots)
         shapes |= {"copy_gate": kinds, "copy_trust": kinds, "copy_weight": (size,)}
+    if nar.heads is not None:
+        with torch.device("meta"):
+            guesses = SlotGuesses(nar.heads, num_slots, size)
+        tensors = guesses.state_dict().items()
+        shapes |= {f"guesses.{name}": tuple(tensor.shape) for name, tensor in tensors}
     if nar.selector_rank:
         rank = nar.selector_rank
         shapes |= {"selector_a": (size, rank), "selector_b": (size, rank)}

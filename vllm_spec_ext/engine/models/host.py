@@ -152,8 +152,12 @@ class ModelHost:
             aux_hidden_states: [rows, hidden] of each layer that :meth:`state_layers` named.
         """
         for model in self.paged:
-            if isinstance(model, PagedEagle | PagedBlocks):
-                states = pick(hidden_states, aux_hidden_states, self._layers, model.layers)
+            if not isinstance(model, PagedEagle | PagedBlocks):
+                continue
+            states = pick(hidden_states, aux_hidden_states, self._layers, model.layers)
+            if isinstance(model, PagedBlocks):
+                model.begin_step(states, hidden_states)
+            else:
                 model.begin_step(states)
 
     def begin_step(self, rows: Sequence[BatchRow]) -> None:

@@ -55,6 +55,10 @@ class PagedBlocks(PagedModel):
             _norm_each_layer(module)
         self.layers = layers
         self._extras = extras
+        if extras.guesses is not None:
+            extras.guesses.heads.to(dtype=next(module.parameters()).dtype)
+        self._finals: torch.Tensor | None = None
+        self._guesses: torch.Tensor | None = None  # [num_rows, hidden] of the current pass
         self._vocab_size = vocab_size
         self._states: Sequence[torch.Tensor] = ()
         self._current: BlockPass | None = None
@@ -66,13 +70,15 @@ class PagedBlocks(PagedModel):
             self._place[listed.long()] = torch.arange(len(listed), device=device)
         self._tables = self._make_tables() if extras.config.selector_rank else None
 
-    def begin_step(self, states: Sequence[torch.Tensor]) -> None:
+    def begin_step(self, states: Sequence[torch.Tensor], finals: torch.Tensor) -> None:
         """The target ran a step.
 
         Args:
             states: Of each of :attr:`layers`: [rows of the step, hidden].
+            finals: [rows of the step, hidden] behind the last norm.
         """
         self._states = states
+        self._finals = finals
 
     @torch.inference_mode()
     def write_context(self, plan: ContextRows) -> None:
@@ -89,7 +95,12 @@ class PagedBlocks(PagedModel):
     def run_blocks(self, plan: BlockPass) -> BlockOutput:
         """Candidates of each wanted row."""
         self._current = plan
-        hidden = self._hidden_of(plan.rows)[self._on_device(plan.rows.wanted)]
+        self._guesses = self._guess(plan)
+        wanted = self._on_device(plan.rows.wanted)
+        hidden = self._hidden_of(plan.rows)[wanted]
+        if self._guesses is not None:
+            slots = self._on_device(plan.slot_numbers)[wanted]
+            hidden = self._extras.settle(hidden, slots, self._guesses[wanted])
         logits = self._slot_logits(hidden)
         if logits is None:  # vLLM gives them to the first rank alone, which decides
             return BlockOutput(hidden.new_empty(0, 0).long(), hidden.new_empty(0, 0, 0))
@@ -113,19 +124,39 @@ class PagedBlocks(PagedModel):
         ids = self._on_device(plan.ids)
         embeds = self.module.embed_input_ids(ids)
         config = self._extras.config
-        if config.slot_queries or config.copy_match:
+        if config.slot_queries or config.copy_match or config.heads:
             numbers = self._on_device(self._current.slot_numbers)
             copies = None
             if config.copy_match and self._current.kinds.any():
                 copies = Copies(
                     self._on_device(self._current.shown), self._on_device(self._current.kinds)
                 )
-            filled = self._extras.fill(embeds, numbers.clamp(min=0), copies, self._embed)
+            filled = self._extras.fill(
+                embeds, numbers.clamp(min=0), copies, self._embed, self._guesses
+            )
             embeds = torch.where((numbers >= 0)[:, None], filled, embeds)
         hidden: torch.Tensor = self.module(
             input_ids=ids, positions=self._on_device(plan.positions), inputs_embeds=embeds
         )
         return hidden
+
+    def _guess(self, plan: BlockPass) -> torch.Tensor | None:
+        """[num_rows, hidden] states of the heads, of the rows' slots; None without heads."""
+        guesses = self._extras.guesses
+        if guesses is None:
+            return None
+        assert self._finals is not None
+        copied, kinds = plan.first_hints(guesses.heads.config.num_heads)
+        states = guesses(
+            self._finals[self._on_device(plan.states)],
+            self._on_device(plan.tokens),
+            self._on_device(copied),
+            self._on_device(kinds),
+            self._embed,
+        )
+        numbers = self._on_device(plan.slot_numbers)
+        found: torch.Tensor = states[self._on_device(plan.blocks), numbers.clamp(min=0)]
+        return found
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.module.model.embed_tokens(ids)

@@ -15,15 +15,19 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.draft_tree import agreeing_path
-from vllm_spec_ext.proposers.nar.extras import Copies
 from vllm_spec_ext.training.acceptance import walk
 from vllm_spec_ext.training.batches import IGNORED, make_batch
 from vllm_spec_ext.training.draft_vocab import DraftProjection
 from vllm_spec_ext.training.hidden import HiddenSource
-from vllm_spec_ext.training.nar.blocks import Blocks, arrange, block_ids
+from vllm_spec_ext.training.nar.blocks import Blocks, arrange
 from vllm_spec_ext.training.nar.losses import CANDIDATES, SlotTokens, slot_logits
 from vllm_spec_ext.training.nar.model import NarDrafter
-from vllm_spec_ext.training.nar.pass_batch import context_states, some_sequences
+from vllm_spec_ext.training.nar.pass_batch import (
+    StatesRead,
+    read_states,
+    slot_states,
+    some_sequences,
+)
 from vllm_spec_ext.training.nar.schema import NarTraining
 from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target
@@ -179,11 +183,11 @@ def _collect(drafting: Drafting, sequences: NDArray[np.int64], show_copies: bool
         everything = np.ones(len(batch.rows), np.bool_)
         part, _ = some_sequences(batch, 0, len(some))
         device = drafting.target.device
-        context = drafting.scales(context_states(drafting.states, part, device))
+        read = read_states(drafting.states, part, drafting.target, drafting.scales)
         no_prefix = np.zeros(len(batch.rows), np.int64)
         blocks = arrange(part, no_prefix, everything).to(device)
         real = (blocks.targets[..., 0] != IGNORED).flatten()
-        tokens, states = _slot_rows(drafting, context, blocks, real)
+        tokens, states = _slot_rows(drafting, read, blocks, real)
         for start in range(0, len(states), config.logit_chunk):
             piece = slice(start, start + config.logit_chunk)
             logits = slot_logits(
@@ -210,16 +214,12 @@ def _collect(drafting: Drafting, sequences: NDArray[np.int64], show_copies: bool
 
 
 def _slot_rows(
-    drafting: Drafting, context: torch.Tensor, blocks: Blocks, real: torch.Tensor
+    drafting: Drafting, read: StatesRead, blocks: Blocks, real: torch.Tensor
 ) -> tuple[SlotTokens, torch.Tensor]:
     """Slots of the real blocks, and their final states [rows, hidden]."""
     config = drafting.drafter.config
     nothing = torch.zeros_like(blocks.targets, dtype=torch.bool)
-    copies = None
-    if blocks.copies is not None and blocks.kinds is not None:
-        copies = Copies(blocks.copies, blocks.kinds)
-    ids = block_ids(blocks, nothing, config.mask_token_id)
-    states = drafting.drafter(context, blocks.anchors, ids, drafting.target.embed, copies)
+    states = slot_states(drafting.drafter, drafting.target, read, blocks, nothing)
     numbers = torch.arange(config.num_slots, device=real.device).expand_as(blocks.targets)
     tokens = SlotTokens(blocks.targets, blocks.before(), numbers, blocks.copies, blocks.kinds)
     picked = SlotTokens(*(None if p is None else p.flatten(0, 1)[real].flatten() for p in tokens))

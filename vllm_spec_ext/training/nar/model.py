@@ -272,32 +272,57 @@ class NarDrafter(nn.Module):
         ids: Tensor,  # [b, m, B] int64: that token, and masks (or tokens that are revealed)
         embed: Embed,
         copies: Copies | None = None,  # [b, m, B - 1] both
+        finals: Tensor | None = None,  # [b, m, hidden] the target's, of tokens anchors - 1
     ) -> Tensor:
         """[b, m, B - 1, hidden] states of the slots, to be projected onto the vocabulary.
 
         The projection's logits, plus :meth:`.extras.SlotExtras.copy_bonus` on the copied token's,
         are what is drafted from; slot i is the token at ``anchors + 1 + i``. B may be smaller than
-        the checkpoint's block size.
+        the checkpoint's block size. A drafter with heads needs ``finals``.
         """
         positions = anchors.unsqueeze(-1) + torch.arange(ids.shape[-1], device=ids.device)
         context = self.hidden_norm(self.fc(states))
         tokens = torch.arange(states.shape[1], device=states.device)
         hidden_places = tokens >= anchors.unsqueeze(-1)
-        x = self.embed_block(ids, embed, copies).to(context.dtype)
+        guesses = self._guess(ids, embed, copies, finals)
+        x = self.embed_block(ids, embed, copies, guesses).to(context.dtype)
         for layer in self.layers:
             x = layer(x, positions, context, hidden_places)
-        made: Tensor = self.norm(x[:, :, 1:])
-        return made
+        return self.extras.settle(self.norm(x[:, :, 1:]), self._slots(ids), guesses)
 
-    def embed_block(self, ids: Tensor, embed: Embed, copies: Copies | None = None) -> Tensor:
+    def _slots(self, ids: Tensor) -> Tensor:
+        return torch.arange(ids.shape[-1] - 1, device=ids.device).expand_as(ids[..., 1:])
+
+    def _guess(
+        self, ids: Tensor, embed: Embed, copies: Copies | None, finals: Tensor | None
+    ) -> Tensor | None:
+        """[b, m, B - 1, hidden] states of the heads; None without heads."""
+        if self.extras.guesses is None:
+            return None
+        if finals is None:
+            raise ValueError("the final states that this drafter's heads read are missing")
+        copied = None if copies is None else copies.tokens.flatten(0, 1)
+        lengths = None if copies is None else copies.kinds[..., 0].flatten()
+        states = self.extras.guesses(
+            finals.flatten(0, 1), ids[..., 0].flatten(), copied, lengths, embed
+        )
+        found: Tensor = states[:, : ids.shape[-1] - 1].unflatten(0, ids.shape[:2])
+        return found
+
+    def embed_block(
+        self,
+        ids: Tensor,
+        embed: Embed,
+        copies: Copies | None = None,
+        guesses: Tensor | None = None,
+    ) -> Tensor:
         """[b, m, B, hidden] what the first layer reads."""
         x = embed(ids)
         is_mask = (ids == self.config.mask_token_id).unsqueeze(-1)
         if self.config.own_mask_embedding:
             x = torch.where(is_mask, self.mask_embedding.to(x.dtype), x)
-        slots = torch.arange(ids.shape[-1] - 1, device=ids.device).expand_as(ids[..., 1:])
         first, rest = x[..., :1, :], x[..., 1:, :]
-        filled = self.extras.fill(rest, slots, copies, embed)
+        filled = self.extras.fill(rest, self._slots(ids), copies, embed, guesses)
         return torch.cat([first, torch.where(is_mask[..., 1:, :], filled, rest)], dim=-2)
 
     def save(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:

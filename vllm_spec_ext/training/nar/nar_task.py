@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.nar.extras import Copies
+from vllm_spec_ext.proposers.blockwise.heads import (
+    BlockwiseHeads,
+    HeadsConfig,
+    check_heads,
+    load_heads,
+)
 from vllm_spec_ext.proposers.nar.layout import NarConfig
 from vllm_spec_ext.training.batches import IGNORED, BatchPlan, Split, split_data
 from vllm_spec_ext.training.chunked_loss import backward_chunks
@@ -21,7 +26,6 @@ from vllm_spec_ext.training.hidden import HiddenSource
 from vllm_spec_ext.training.nar.blocks import (
     Blocks,
     arrange,
-    block_ids,
     choose_kinds,
     glanced,
     prefix_shown,
@@ -29,7 +33,13 @@ from vllm_spec_ext.training.nar.blocks import (
 from vllm_spec_ext.training.nar.evaluate import Drafting, NarFigures, measure_drafter
 from vllm_spec_ext.training.nar.losses import SlotTokens, path_weights, slot_logits, slot_losses
 from vllm_spec_ext.training.nar.model import DrafterConfig, NarDrafter
-from vllm_spec_ext.training.nar.pass_batch import context_states, some_sequences
+from vllm_spec_ext.training.nar.pass_batch import (
+    StatesRead,
+    context_states,
+    read_states,
+    slot_states,
+    some_sequences,
+)
 from vllm_spec_ext.training.nar.schema import NarTraining
 from vllm_spec_ext.training.nar.start import copy_last_layers, set_first_weights, state_scales
 from vllm_spec_ext.training.shards import TokenData
@@ -40,6 +50,7 @@ _SMOOTHING = 0.9  # of the figures in progress lines
 # Copies' gates and trusts are logits, which have some units to go; a step of Adam is as long as the
 # learning rate.
 _GATE_RATE = 30.0
+_HEADS_RATE = 0.1
 _SCALE_TEXTS = 8  # on which the sizes of states are measured
 
 
@@ -87,10 +98,13 @@ class NarTask:
         torch.manual_seed(config.seed)
         self.drafter = NarDrafter(drafter_config(config, target, data)).to(target.device).train()
         extras = self.drafter.extras
+        trained = self._start_from_heads()
         if extras.draft_vocab is not None:
-            listed = frequent_tokens(
-                data, self.split.train.tolist(), len(extras.draft_vocab), target.vocab_size
-            )
+            listed = None if trained is None else trained.draft_vocab
+            if listed is None or len(listed) != len(extras.draft_vocab):
+                listed = frequent_tokens(
+                    data, self.split.train.tolist(), len(extras.draft_vocab), target.vocab_size
+                )
             extras.draft_vocab = listed.to(target.device)
         self.projection = DraftProjection(target, extras.draft_vocab)
         self.scales = StateScales(self.drafter.config.num_state_units).to(target.device)
@@ -102,6 +116,7 @@ class NarTask:
             {"params": [], "peak_lr": rate, "weight_decay": config.weight_decay},
             {"params": [], "peak_lr": rate, "weight_decay": 0.0},
             {"params": [], "peak_lr": rate * _GATE_RATE, "weight_decay": 0.0},
+            {"params": [], "peak_lr": rate * _HEADS_RATE, "weight_decay": config.weight_decay},
         ]
         for name, parameter in self.drafter.named_parameters():
             groups[_group(name, parameter)]["params"].append(parameter)
@@ -152,28 +167,28 @@ class NarTask:
         results = []
         for low in range(0, len(batch.sequences), config.sequences_per_pass):
             part, places = some_sequences(batch, low, low + config.sequences_per_pass)
-            with torch.no_grad(), self._autocast():
-                context = self.scales(context_states(self.states, part, self.target.device))
+            with self._autocast():
+                read = read_states(self.states, part, self.target, self.scales)
             for glancing in (False, True):
                 chosen = kinds.glances[places] == glancing
                 if not chosen.any():
                     continue
                 blocks = arrange(part, kinds.prefix[places], chosen).to(self.target.device)
                 seed = int(random.integers(2**62))
-                results.append(self._train_pass(context, blocks, glancing, seed, step, total))
+                results.append(self._train_pass(read, blocks, glancing, seed, step, total))
         return self._show(results, step)
 
     def _train_pass(
-        self, context: Tensor, blocks: Blocks, glancing: bool, seed: int, step: int, total: int
+        self, read: StatesRead, blocks: Blocks, glancing: bool, seed: int, step: int, total: int
     ) -> _PassResult:
         shown = prefix_shown(blocks)
         if glancing:
-            shown = self._glance(context, blocks, seed, step)
+            shown = self._glance(read, blocks, seed, step)
         # Dropout draws from torch's global state, which no saved state holds; a glance and the
         # pass behind it see the same units.
         torch.manual_seed(seed)
         with self._autocast():
-            states = self._slot_states(context, blocks, shown)
+            states = self._slot_states(read, blocks, shown)
         slots = self.config.slots
         tokens = _slot_tokens(blocks)
         known = (blocks.targets != IGNORED).flatten()
@@ -207,13 +222,13 @@ class NarTask:
         loss, correct = backward_chunks(flat, loss_of, chunk, 1.0 / total)
         return _PassResult(loss.item(), weight.item(), int(correct), count)
 
-    def _glance(self, context: Tensor, blocks: Blocks, seed: int, step: int) -> Tensor:
+    def _glance(self, read: StatesRead, blocks: Blocks, seed: int, step: int) -> Tensor:
         """Slots that are shown, after a guess without gradients and with the same dropout."""
         config = self.config
         torch.manual_seed(seed)
         nothing = torch.zeros_like(blocks.targets, dtype=torch.bool)
         with torch.no_grad(), self._autocast():
-            states = self._slot_states(context, blocks, nothing).flatten(0, 2)
+            states = self._slot_states(read, blocks, nothing).flatten(0, 2)
             tokens, guesses = _slot_tokens(blocks), []
             for low in range(0, len(states), config.logit_chunk):
                 part = slice(low, low + config.logit_chunk)
@@ -229,14 +244,8 @@ class NarTask:
         targets = blocks.targets
         return glanced(wrong.view_as(targets), targets, amount, draws.to(targets.device))
 
-    def _slot_states(self, context: Tensor, blocks: Blocks, shown: Tensor) -> Tensor:
-        config = self.drafter.config
-        copies = None
-        if blocks.copies is not None and blocks.kinds is not None:
-            copies = Copies(blocks.copies, blocks.kinds)
-        ids = block_ids(blocks, shown, config.mask_token_id)
-        made: Tensor = self.drafter(context, blocks.anchors, ids, self.target.embed, copies)
-        return made
+    def _slot_states(self, read: StatesRead, blocks: Blocks, shown: Tensor) -> Tensor:
+        return slot_states(self.drafter, self.target, read, blocks, shown)
 
     def _show(self, results: list[_PassResult], step: int) -> dict[str, float]:
         sums = np.array(results, float).sum(0)
@@ -265,6 +274,16 @@ class NarTask:
             set_first_weights(self.drafter, self.target, final)
             if self.config.warm_start:
                 copy_last_layers(self.drafter, self.target, self.scales.get_buffer("scales"))
+
+    def _start_from_heads(self) -> BlockwiseHeads | None:
+        """Take the heads of the settings; returns these."""
+        guesses = self.drafter.extras.guesses
+        if guesses is None or self.config.heads is None:
+            return None
+        _, trained = load_heads(self.config.heads)
+        kept = {n: v for n, v in trained.state_dict().items() if n != "draft_vocab"}
+        guesses.heads.load_state_dict(kept)
+        return trained
 
     def evaluate(self) -> dict[str, float]:
         """Held-out figures under short names, chain only."""
@@ -315,10 +334,14 @@ def _slot_tokens(blocks: Blocks) -> SlotTokens:
 
 
 def _group(name: str, parameter: nn.Parameter) -> int:
-    """0: matrices, which decay; 1: queries and norms, which have their size; 2: gates."""
-    if name.endswith(("copy_gate", "copy_trust")):
+    """0: matrices, which decay; 1: queries and norms, which have their size; 2: gates; 3: heads
+    that were trained before."""
+    if ".heads." in name:
+        return 3
+    if name.endswith(("copy_gate", "copy_trust", "guesses.correction")):
         return 2
-    return 0 if parameter.dim() > 1 and not name.endswith("slot_queries") else 1
+    sizes = ("slot_queries", "guesses.shown")
+    return 0 if parameter.dim() > 1 and not name.endswith(sizes) else 1
 
 
 def _drop_out(drafter: NarDrafter, part: float) -> None:
@@ -338,6 +361,38 @@ def mask_token(data: TokenData, vocab_size: int) -> int:
     """A token that stands for the mask: the first that never occurs, else the rarest."""
     counts = np.bincount(data.token_ids, minlength=vocab_size)[:vocab_size]
     return int(counts.argmin())
+
+
+def heads_config(config: NarTraining, target: Target, data: TokenData) -> HeadsConfig:
+    """Of the heads to start from, without what belongs to a folder of their own.
+
+    Raises:
+        SpecExtError: They are of another target, or do not fit the other settings.
+    """
+    assert config.heads is not None
+    _, found = check_heads(
+        config.heads,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        fingerprint=data.manifest.get("tokenizer_fingerprint"),
+    )
+    if found.num_heads > config.slots:
+        raise SpecExtError(
+            f"--heads {config.heads}: found {found.num_heads} heads, expected at most one for each "
+            f"of the {config.slots} slots; give --slots {found.num_heads} or more"
+        )
+    if found.copy_match not in (0, config.copy_match):
+        raise SpecExtError(
+            f"--heads {config.heads}: found heads that compare {found.copy_match} tokens of "
+            f"copies, expected --copy-match {config.copy_match}; give --copy-match "
+            f"{found.copy_match}"
+        )
+    if config.layer_ids(target.num_layers)[-1] != target.num_layers - 1:
+        raise SpecExtError(
+            "--heads: they read the target's final states, so --read-layers must end with "
+            f"{target.num_layers - 1}, the last layer"
+        )
+    return found.model_copy(update={"draft_vocab_size": None, "training": {}})
 
 
 def drafter_config(config: NarTraining, target: Target, data: TokenData) -> DrafterConfig:
@@ -381,6 +436,7 @@ def drafter_config(config: NarTraining, target: Target, data: TokenData) -> Draf
         nar=NarConfig(
             slot_queries=True,
             copy_match=config.copy_match,
+            heads=None if config.heads is None else heads_config(config, target, data),
             selector_rank=config.selector_rank,
             draft_vocab_size=config.draft_vocab and min(config.draft_vocab, target.vocab_size),
             tokenizer_fingerprint=data.manifest.get("tokenizer_fingerprint"),

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of ``vllm-spec train nar``: the block drafter's own beside those of every method."""
 
+import os
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vllm_spec_ext.training.schema import FREE_TO_CHANGE as ALWAYS_FREE
 from vllm_spec_ext.training.schema import Training
@@ -31,6 +33,11 @@ class NarTraining(Training):
 
     warm_start: bool = False
     """Start from the target's last layers; where the layers are laid out as in Llama."""
+
+    heads: Path | None = None
+    """Start from these heads of the method ``blockwise``, trained on the same target: the first
+    slots begin with what they guess, and the layers learn what is wrong in it. A short training
+    does more with them than without. They become part of the drafter and are trained along."""
 
     copy_match: int = Field(default=8, ge=0, le=64)
     """Show the slots the tokens that followed the latest place where the end of the text occurred
@@ -86,6 +93,11 @@ class NarTraining(Training):
     # Evaluation
     tree_nodes: list[int] = Field(default_factory=lambda: [12, 32])
     """Node budgets of the draft trees measured at the end."""
+
+    @field_validator("heads")
+    @classmethod
+    def _expand_home(cls, path: Path | None) -> Path | None:
+        return None if path is None else Path(os.path.expanduser(path))
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:

@@ -50,6 +50,8 @@ def set_first_weights(drafter: NarDrafter, target: Target, final: Tensor) -> Non
         drafter.norm.weight.copy_(units / logits.std())
         if drafter.config.own_mask_embedding:
             drafter.mask_embedding.copy_(embedding.mean(0))
+        if drafter.extras.guesses is not None:
+            drafter.extras.guesses.shown.fill_(float(size))
         if drafter.config.nar.slot_queries:
             drafter.extras.slot_queries.normal_().mul_(size)
 

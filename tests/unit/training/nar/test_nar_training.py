@@ -5,19 +5,30 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.blockwise.heads import WEIGHTS_NAME as HEADS_WEIGHTS
+from vllm_spec_ext.proposers.blockwise.heads import (
+    BlockwiseHeads,
+    HeadsConfig,
+    TokensSeen,
+    load_heads,
+)
 from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, EXTRAS_NAME, WEIGHTS_NAME
+from vllm_spec_ext.training.batches import IGNORED
 from vllm_spec_ext.training.hidden import live_states
 from vllm_spec_ext.training.nar import trainer
+from vllm_spec_ext.training.nar.blocks import arrange
 from vllm_spec_ext.training.nar.checkpoint import finished
 from vllm_spec_ext.training.nar.model import NarDrafter
 from vllm_spec_ext.training.nar.nar_task import NarTask
+from vllm_spec_ext.training.nar.pass_batch import read_states, slot_states
 from vllm_spec_ext.training.nar.schema import NarTraining
 from vllm_spec_ext.training.nar.trainer import main, train_nar
 from vllm_spec_ext.training.shards import (
@@ -146,6 +157,79 @@ def test_a_finished_drafter_is_the_trained_one(settings: Settings) -> None:
     with torch.no_grad():
         trained = task.drafter(task.scales(states), anchors, ids, task.target.embed)
         assert torch.allclose(done(states, anchors, ids, task.target.embed), trained, atol=1e-5)
+
+
+def save_random_heads(folder: Path, **changes: Any) -> Path:
+    """Heads of the tiny target; returns their folder."""
+    facts: dict[str, Any] = {
+        "target": "tiny",
+        "hidden_size": 32,
+        "vocab_size": 48,
+        "num_heads": 2,
+        "head_width": 8,
+        "condition_on_next": True,
+        "copy_match": 8,
+        **changes,
+    }
+    torch.manual_seed(2)
+    heads = BlockwiseHeads(HeadsConfig(**facts))
+    with torch.no_grad():
+        for weight in heads.parameters():
+            weight.normal_(0, 0.5)
+    folder.mkdir()
+    save_file(heads.state_dict(), folder / HEADS_WEIGHTS)
+    (folder / CONFIG_NAME).write_text(heads.config.model_dump_json())
+    return folder
+
+
+def test_a_drafter_begins_as_its_heads(settings: Settings, tmp_path: Path) -> None:
+    """Before the first step, slots with a head predict what the head predicts."""
+    folder = save_random_heads(tmp_path / "heads")
+    _, heads = load_heads(folder)
+    task = task_of(settings(heads=folder, visible_prefix=0.0))
+    task.drafter.eval()
+    batch = task.plan.batch(0)
+    seen = TokensSeen(batch.next_tokens, batch.inputs[0][:, :2], batch.inputs[1])
+    with torch.no_grad():
+        finals = task.target.hidden(batch.token_ids, batch.mask)[batch.rows, batch.columns]
+        expected = heads(finals, seen, task.target.embed)
+        everything = np.ones(len(batch.rows), np.bool_)
+        blocks = arrange(batch, np.zeros(len(batch.rows), np.int64), everything)
+        read = read_states(task.states, batch, task.target, task.scales)
+        nothing = torch.zeros_like(blocks.targets, dtype=torch.bool)
+        found = slot_states(task.drafter, task.target, read, blocks, nothing)
+    real = blocks.targets[..., 0] != IGNORED
+    assert real.sum() == len(batch.rows) > 50
+    assert torch.allclose(found[real][:, :2], expected, atol=1e-5)
+    assert not torch.allclose(found[real][:, 2], found[real][:, 1], atol=0.1)
+
+
+def test_heads_and_layers_learn_together(settings: Settings, tmp_path: Path) -> None:
+    folder = save_random_heads(tmp_path / "heads")
+    figures = train_nar(settings(heads=folder, max_steps=200), quiet)
+    assert figures is not None
+    assert figures.accuracy[0]["top1"] > 0.9
+    again = train_nar(settings(heads=folder, stage="eval"), quiet)
+    assert again is not None
+    assert again.acceptance_length == pytest.approx(figures.acceptance_length, abs=0.02)
+    done = NarDrafter.load(tmp_path / "drafter").extras.guesses
+    assert done is not None
+    assert float(done.correction.detach().abs().min(-1).values.max()) > 0.1  # the layers are heard
+    _, before = load_heads(folder)
+    assert not torch.equal(done.heads.w_in.weight, before.w_in.weight)
+
+
+def test_heads_that_do_not_fit_are_refused(settings: Settings, tmp_path: Path) -> None:
+    heads = save_random_heads(tmp_path / "heads")
+    for changes, message in (
+        ({"slots": 1}, r"found 2 heads.*the 1 slots; give --slots 2 or more"),
+        ({"copy_match": 3}, r"compare 8 tokens of copies.*give --copy-match 8"),
+        ({"read_layers": [0, 1]}, r"--read-layers must end with 2, the last layer"),
+        ({"heads": save_random_heads(tmp_path / "wide", hidden_size=48)}, r"hidden size 48"),
+        ({"heads": tmp_path / "none"}, r"no such folder"),
+    ):
+        with pytest.raises(SpecExtError, match=message):
+            task_of(settings(**{"heads": heads, **changes}))
 
 
 def test_a_warm_start_knows_the_targets_layers(settings: Settings) -> None:
