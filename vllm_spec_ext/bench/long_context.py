@@ -7,8 +7,8 @@ Mohtashami and Jaggi 2023). A view of the KV cache that keeps only recent tokens
 
 **Long documents** are pieces of text files, one after the other; the prompt asks for a summary.
 
-Lengths are in tokens of a tokenizer like SmolLM2's, counted by characters, so they are near what
-they say: 7k leaves room for an answer within 8192.
+Lengths are counted by characters, for English and a tokenizer like SmolLM2's; they are a little
+less than they say, so that 7k leaves room for an answer within 8192 tokens.
 """
 
 import random
@@ -27,8 +27,8 @@ SUMMARY = (
     "Summarise this text in a few sentences, and quote the sentences of it that matter most.\n\n"
     + PLACEHOLDER
 )
-_NEEDLE_CHARACTERS = 4.5  # a token of the made-up sentences; measured with SmolLM2's tokenizer
-_PROSE_CHARACTERS = 4.0  # of English prose, a little less than it has
+_NEEDLE_CHARACTERS = 4.6  # a token of the made-up sentences has so many
+_PROSE_CHARACTERS = 4.5  # English prose has 4.3 to 5.3
 _SUFFIXES = (".txt", ".md", ".gz")
 _OWNERS = ("lighthouse", "library", "museum", "bakery", "castle", "railway", "theatre", "school")
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cascades on a GPU on paper: steps, speed-up, the best draft lengths, and from where they pay.
 
-It puts :mod:`.cascade_plan` (tokens and rounds from acceptance) and :mod:`.gpu_costs` (seconds of a
-pass) together. With the launch costs of TriForce's program it predicts every row of that paper's
-table within 15 % from its published acceptance (``tests/unit/bench/test_bench_paper_plan.py``).
+It puts :mod:`.cascade_plan` (tokens and rounds from acceptance) and :mod:`.gpu_costs` (seconds of
+a pass) together. With launch costs fitted to TriForce's program (Sun et al. 2024) it predicts the
+rows of that paper's tables within 15 % from their published acceptance
+(``tests/unit/bench/test_bench_paper_plan.py``).
 """
 
 import itertools
@@ -17,7 +18,7 @@ from vllm_spec_ext.bench.model_shape import ModelShape
 
 MOST_TOKENS = 16
 MOST_INNER = 4  # tokens that an inner level drafts at a time; longer chunks are rarely accepted
-SHORTEST, LONGEST = 256, 1 << 20  # contexts in which a break-even is looked for
+SHORTEST, LONGEST = 256, 1 << 20  # contexts between which a break-even is looked for
 _STEPS_TO_BREAK_EVEN = 8  # of a bisection between two powers of two: 0.4 %
 
 
@@ -125,7 +126,7 @@ def predict(
 def break_even(
     machine: Machine, cascade: Cascade, batch_size: int, most_tokens: int = MOST_TOKENS
 ) -> int | None:
-    """The shortest context from which on it is not slower than plain decoding.
+    """The shortest context at which it is not slower than plain decoding.
 
     Returns:
         Tokens, ``SHORTEST`` if it pays there already; None if it pays at no context that fits.
