@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from vllm_spec_ext.bench import prompts
+from vllm_spec_ext.bench import long_context, prompts
+from vllm_spec_ext.bench.long_context import LONG_DOCUMENTS, NEEDLES
+from vllm_spec_ext.bench.made_up_text import sentence
 from vllm_spec_ext.bench.prompts import ALL, WITHIN_DATASET, Question
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import Options
 
 COPY_RATE = "copy_rate"
 COPY_RATES = (0, 25, 50, 75, 100)  # percent of the sentences that are to be written again
+MADE_HERE = (COPY_RATE, NEEDLES)
 _SENTENCES = 8
 
 
@@ -60,7 +63,8 @@ class Dataset(Options):
     """One dataset of a benchmark."""
 
     prompts: str | None = None
-    """Its file (``.gz`` too), or ``bundled``; not for ``copy_rate``, which is made here."""
+    """Its file (``.gz`` too), or ``bundled``; for ``long_documents`` a text file or a folder of
+    them; not for ``copy_rate`` and ``needles``, which are made here."""
 
     field: str | None = None
     """Key of a JSON line that holds the prompt; known datasets know theirs."""
@@ -77,7 +81,7 @@ def load(datasets: Mapping[str, Dataset], chance: random.Random | None = None) -
 
     Args:
         datasets: By name.
-        chance: Chooses the prompts of a file that is limited, and makes those of ``copy_rate``;
+        chance: Chooses the prompts of a file that is limited, and makes those that are made here;
             without it they are always the same.
     """
     return [
@@ -86,7 +90,7 @@ def load(datasets: Mapping[str, Dataset], chance: random.Random | None = None) -
 
 
 def parse(arguments: Iterable[str]) -> dict[str, Dataset]:
-    """Datasets of a command line, ``NAME=FILE``, ``NAME=FILE:LIMIT``, ``copy_rate:LIMIT``.
+    """Datasets of a command line, ``NAME=FILE``, ``NAME=FILE:LIMIT``, ``needles:LIMIT``.
 
     Raises:
         SpecExtError: A name twice, or one without a file.
@@ -99,22 +103,36 @@ def parse(arguments: Iterable[str]) -> dict[str, Dataset]:
         name, equals, file = rest.partition("=")
         if name in found:
             raise SpecExtError(f"dataset {name!r} is given twice")
-        if not name or (name == COPY_RATE) == bool(equals) or (equals and not file):
+        if not name or (name in MADE_HERE) == bool(equals) or (equals and not file):
             raise SpecExtError(
                 f"dataset {argument!r}: expected NAME=FILE or NAME=FILE:LIMIT, where NAME is "
-                f"{', '.join(KNOWN)} or one of your own, or {COPY_RATE}"
+                f"{', '.join(KNOWN)}, {LONG_DOCUMENTS} or one of your own, or one of "
+                f"{', '.join(MADE_HERE)} without a file"
             )
         found[name] = Dataset(prompts=file or None, limit=int(count) if count else None)
     return found
 
 
 def _load(name: str, dataset: Dataset, chance: random.Random | None) -> list[Question]:
-    if name == COPY_RATE:
+    if name in MADE_HERE:
         if dataset.prompts is not None or dataset.field is not None or dataset.template is not None:
-            raise SpecExtError(f"dataset {COPY_RATE} is made here; it takes nothing but a limit")
+            raise SpecExtError(f"dataset {name} is made here; it takes nothing but a limit")
+        if name == NEEDLES:
+            return long_context.needle_questions(
+                dataset.limit or long_context.DEFAULT_COUNT, chance
+            )
         return copy_rate_questions(dataset.limit or 4 * len(COPY_RATES), chance)
     if dataset.prompts is None:
         raise SpecExtError(f"dataset {name!r} has no file; set its 'prompts'")
+    if name == LONG_DOCUMENTS:
+        if dataset.field is not None:
+            raise SpecExtError(f"dataset {name} is cut from text files, which have no 'field'")
+        return long_context.document_questions(
+            dataset.prompts,
+            dataset.limit or long_context.DEFAULT_COUNT,
+            template=dataset.template,
+            chance=chance,
+        )
     shape = KNOWN.get(name, Shape("prompt"))
     template = shape.template if dataset.template is None else dataset.template
     field = shape.field if dataset.field is None else dataset.field
@@ -145,7 +163,7 @@ def copy_rate_questions(count: int, chance: random.Random | None = None) -> list
     questions = []
     for i in range(count):
         rate = COPY_RATES[i % len(COPY_RATES)]
-        text = " ".join(_sentence(chance) for _ in range(_SENTENCES))
+        text = " ".join(sentence(chance) for _ in range(_SENTENCES))
         kept = _SENTENCES * rate // 100
         if kept == _SENTENCES:
             task = "Write this text again, word for word."
@@ -160,18 +178,3 @@ def copy_rate_questions(count: int, chance: random.Random | None = None) -> list
         category = f"{COPY_RATE}{WITHIN_DATASET}{rate:03d}%"
         questions.append(Question(i + 1, category, (message,)))
     return questions
-
-
-_NAMES = ("Anna", "Boris", "Chloe", "Dmitri", "Elena", "Farid", "Greta", "Hugo")
-_DEEDS = ("carried", "sold", "painted", "found", "repaired", "hid", "borrowed", "weighed")
-_KINDS = ("old", "green", "broken", "heavy", "silver", "wooden", "tiny", "noisy")
-_THINGS = ("clock", "boat", "lamp", "violin", "ladder", "kettle", "map", "bicycle")
-_PLACES = ("near the harbour", "behind the mill", "on the bridge", "at the market", "in the attic")
-_TIMES = ("before dawn", "on Tuesday", "after the storm", "last winter", "at noon")
-
-
-def _sentence(chance: random.Random) -> str:
-    name, deed, kind, thing, place, time = map(
-        chance.choice, (_NAMES, _DEEDS, _KINDS, _THINGS, _PLACES, _TIMES)
-    )
-    return f"{name} {deed} the {kind} {thing} {place} {time}."

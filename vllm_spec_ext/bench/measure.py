@@ -8,9 +8,10 @@ draft count as one. The first output of a request is its prefill step.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from vllm_spec_ext.bench.long_context import holds
 from vllm_spec_ext.bench.prompts import Message, Question
 from vllm_spec_ext.bench.records import QuestionRecord, TurnRecord
 
@@ -149,7 +150,17 @@ def run_questions(
                     )
                     on_answer(item.index)
     wall_s = clock() - begin
-    return sorted(done, key=lambda record: record.index), wall_s
+    expected = {index: question.expected for index, question in questions}
+    judged = [_judged(record, expected[record.index], engine) for record in done]
+    return sorted(judged, key=lambda record: record.index), wall_s
+
+
+def _judged(record: QuestionRecord, expected: str | None, engine: StepEngine) -> QuestionRecord:
+    """With a word on the answer, after the clock has stopped."""
+    if expected is None:
+        return record
+    answer = engine.decode(record.turns[-1].token_ids)
+    return replace(record, right=holds(answer, expected))
 
 
 def _close_turn(item: _Active, now: float) -> TurnRecord:

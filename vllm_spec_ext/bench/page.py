@@ -51,7 +51,11 @@ def _section(saved: SavedBench) -> dict[str, Any]:
         "caption": report.caption(result, saved.provenance),
         "tables": tables,
         "figures": [(title, svg) for title, svg in drawn if svg],
-        "notes": [*report.acceptance_lines(result.summaries()), *report.verdict_lines(result)],
+        "notes": [
+            *report.acceptance_lines(result.summaries()),
+            *report.right_answer_lines(result.summaries()),
+            *report.verdict_lines(result),
+        ],
         "conditions": conditions(saved),
         "provenance": saved.provenance,
         "methods": {method.name: method.config for method in result.methods},

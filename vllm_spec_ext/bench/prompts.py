@@ -40,6 +40,7 @@ class Question:
     category: str
     opening: tuple[Message, ...]  # messages before the first answer
     follow_ups: tuple[str, ...] = ()  # user messages of the later turns, sent after each answer
+    expected: str | None = None  # what a right answer holds, where that can be told
 
 
 def load(
@@ -64,7 +65,7 @@ def load(
     Raises:
         SpecExtError: The file is missing or empty, or a line has the wrong shape; names the line.
     """
-    _check_template(template)
+    check_template(template)
     questions = []
     for number, line in enumerate(_lines(source), 1):
         if line.strip():
@@ -81,7 +82,7 @@ def load_lines(
 
     Arguments and errors as :func:`load`.
     """
-    _check_template(template)
+    check_template(template)
     questions = [
         Question(number, ALL, ({"role": "user", "content": _filled(template, line.strip())},))
         for number, line in enumerate(_lines(source), 1)
@@ -111,7 +112,8 @@ def spread_evenly(
     ]
 
 
-def _check_template(template: str | None) -> None:
+def check_template(template: str | None) -> None:
+    """Raises SpecExtError if there is no place for the text."""
     if template is not None and PLACEHOLDER not in template:
         raise SpecExtError(f"template {template!r} does not contain {PLACEHOLDER}")
 
@@ -166,10 +168,11 @@ def digest(questions: Sequence[Question]) -> str:
 
 def _lines(source: str) -> list[str]:
     # Not splitlines, which also breaks at U+2028, U+2029 and U+0085: JSON texts may hold them.
-    return [line.removesuffix("\r") for line in _read(source).split("\n")]
+    return [line.removesuffix("\r") for line in read_text(source).split("\n")]
 
 
-def _read(source: str) -> str:
+def read_text(source: str) -> str:
+    """A whole file, gzipped or not, or the bundled prompts; raises SpecExtError."""
     if source == BUNDLED:
         folder = files("vllm_spec_ext.cli") / "prompts"
         return "\n".join(

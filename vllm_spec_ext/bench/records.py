@@ -35,6 +35,7 @@ class QuestionRecord:
     index: int  # position in the list of questions of this benchmark
     category: str
     turns: tuple[TurnRecord, ...]
+    right: bool | None = None  # the last answer holds what was expected; None: nothing was
 
     @property
     def num_tokens(self) -> int:

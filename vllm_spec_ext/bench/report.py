@@ -98,6 +98,16 @@ def acceptance_lines(summaries: Sequence[Summary]) -> list[str]:
     return lines
 
 
+def right_answer_lines(summaries: Sequence[Summary]) -> list[str]:
+    """One line a method, where questions say what a right answer holds."""
+    return [
+        f"{summary.method} (batch {summary.batch_size}): {summary.num_right} of "
+        f"{summary.num_expecting} answers hold what was asked for"
+        for summary in summaries
+        if summary.num_expecting
+    ]
+
+
 def verdict_lines(result: BenchResult) -> list[str]:
     """What went wrong or deserves a word: failed engines, answers that differ."""
     lines = [f"FAILED {name}: {reason}" for name, reason in result.failures.items()]
@@ -139,6 +149,7 @@ def markdown(result: BenchResult, provenance: Mapping[str, Any]) -> str:
         markdown_table(*by_category(result)),
         markdown_table(*drift_table(result)) if result.drifts else "",
         "\n".join(f"- {line}" for line in acceptance_lines(result.summaries())),
+        "\n".join(f"- {line}" for line in right_answer_lines(result.summaries())),
         "\n".join(f"- {line}" for line in verdict_lines(result)),
         f"Command: `{provenance['command']}`",
     ]

@@ -22,7 +22,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from vllm_spec_ext.bench.datasets import COPY_RATE
+from vllm_spec_ext.bench.datasets import COPY_RATE, MADE_HERE
 from vllm_spec_ext.bench.session import rotated
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.bench.statistics import Spread
@@ -88,7 +88,7 @@ def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass
     prompts_of_pass = _shares(settings, len(loads) * settings.repeats)
     for warning in _unreached(settings.batch_size, min(map(len, prompts_of_pass))):
         say(warning)
-    if set(settings.datasets) != {COPY_RATE}:
+    if not settings.datasets or not settings.datasets.keys() <= set(MADE_HERE):
         for name, url in settings.servers.items():
             if count := answered_before(url):
                 say(

@@ -52,7 +52,7 @@ class BenchSettings(Options):
     datasets: dict[str, Dataset | str] = Field(default_factory=dict)
     """Datasets by name, in place of ``prompts``: a file, or its ``prompts``, ``field``,
     ``template`` and ``limit``. The names spec_bench, humaneval, gsm8k and jfleg know how those
-    files are read; copy_rate makes its own prompts."""
+    files are read; copy_rate and needles make their own prompts, long_documents cuts text files."""
 
     max_tokens: int = Field(default=128, ge=2)
     """Most tokens of an answer."""

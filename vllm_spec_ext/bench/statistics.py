@@ -66,6 +66,8 @@ class Summary:
     num_compared: int
     num_identical: int
     divergences: list[Divergence]
+    num_expecting: int = 0  # answers to questions that say what a right one holds
+    num_right: int = 0
 
 
 def tokens_per_step(records: Iterable[QuestionRecord], *, prefill: bool) -> float:
@@ -180,6 +182,8 @@ def _summarise(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> S
         num_compared=compared,
         num_identical=compared - len(divergences),
         divergences=divergences,
+        num_expecting=sum(record.right is not None for record in questions),
+        num_right=sum(record.right is True for record in questions),
     )
 
 

@@ -57,7 +57,7 @@ DtypeOption = Annotated[str | None, typer.Option(help=_help("dtype"))]
 DatasetOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=FILE or NAME=FILE:LIMIT, or copy_rate; repeatable. " + _help("datasets")
+        help="NAME=FILE or NAME=FILE:LIMIT, or copy_rate, needles; repeatable. " + _help("datasets")
     ),
 ]
 BatchSizeOption = Annotated[
@@ -254,8 +254,9 @@ def show(
     if by_category:
         title = "tokens per step (speed-up) by category"
         WholeTable(*report.by_category(result), title=title).print(console)
-    lines = [*report.acceptance_lines(result.summaries()), report.caption(result, facts)]
-    for line in [*lines, *report.verdict_lines(result)]:
+    summaries = result.summaries()
+    lines = [*report.acceptance_lines(summaries), *report.right_answer_lines(summaries)]
+    for line in [*lines, report.caption(result, facts), *report.verdict_lines(result)]:
         console.print(line, markup=False, highlight=False)
 
 

@@ -4,7 +4,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 
 def repeat_flags(words: Sequence[str], flags: Collection[str]) -> list[str]:
@@ -26,5 +26,16 @@ class ManyValues(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As click does, after repeating the flags."""
-        lists = [flag for option in self.params if option.multiple for flag in option.opts]
-        return super().parse_args(ctx, repeat_flags(args, lists))
+        return super().parse_args(ctx, repeat_flags(args, _lists(self.params)))
+
+
+class ManyValuesGroup(TyperGroup):
+    """The same for a command that has commands of its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click does, after repeating the flags."""
+        return super().parse_args(ctx, repeat_flags(args, _lists(self.params)))
+
+
+def _lists(options: Sequence[Any]) -> list[str]:
+    return [flag for option in options if option.multiple for flag in option.opts]

@@ -46,14 +46,16 @@ from vllm_spec_ext.cli.bench import (
     demo_model,
     report_console,
 )
-from vllm_spec_ext.cli.many_values import ManyValues
+from vllm_spec_ext.cli.many_values import ManyValues, ManyValuesGroup
 from vllm_spec_ext.cli.plan_drafts import conditions, measure_drafts, split_names
 from vllm_spec_ext.cli.plan_drafts import show as show_drafts
+from vllm_spec_ext.cli.plan_paper import plan_paper
 from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 
-plan_app = typer.Typer(add_completion=False)
+plan_app = typer.Typer(add_completion=False, cls=ManyValuesGroup, invoke_without_command=True)
+plan_app.command("paper", cls=ManyValues)(plan_paper)
 _SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
 _DEFAULTS = {"limit": 12, "max_tokens": 96, "batch_size": [1, 8]}
 
@@ -67,8 +69,9 @@ class Recorded:
     context: float  # mean tokens before a step
 
 
-@plan_app.command("plan", cls=ManyValues)
+@plan_app.callback()
 def plan(
+    context_of_call: typer.Context,
     *,
     model: ModelOption = None,
     method: Annotated[
@@ -122,8 +125,13 @@ def plan(
     With --drafts it ranks draft models by expected speed: the target's answers are recorded, each
     draft's guesses are compared with them, and passes of target and drafts are timed.
 
+    Where the GPU is not at hand, `vllm-spec plan paper` predicts without measuring anything.
+
     Exit status: 0 if all went well, 1 if an engine failed, 2 for bad input.
     """
+    if context_of_call.invoked_subcommand:
+        refuse_options(context_of_call)
+        return
     if drafts and (method or plot):
         raise SpecExtError("--drafts ranks draft models; drop --method and --plot")
     names = split_names(drafts or [])
@@ -196,6 +204,17 @@ def plan(
         json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
     if plot is not None:
         plot.write_text(figures.plan_figure(times, gains), encoding="utf-8")
+
+
+def refuse_options(call: typer.Context) -> None:
+    """Options of `plan` before a command that has its own; raises SpecExtError."""
+    for name in call.params:
+        source = call.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise SpecExtError(
+                f"an option ({name}) stands before {call.invoked_subcommand!r}, which would not "
+                f"use it; give options of `plan {call.invoked_subcommand}` behind that word"
+            )
 
 
 def record_method(

@@ -2,6 +2,7 @@
 """The timed loop, driven by a scripted engine and a clock that only the engine moves."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vllm_spec_ext.bench.measure import StepOutput, run_questions
 from vllm_spec_ext.bench.prompts import Message, Question
@@ -121,3 +122,13 @@ def test_later_turns_carry_the_models_own_answer() -> None:
     assert [turn.token_ids for turn in record.turns] == [(1, 2, 3), (4,)]
     assert [turn.num_prompt_tokens for turn in record.turns] == [1, 3]
     assert record.wall_s == 3.0
+
+
+def test_answers_are_judged_by_what_they_hold() -> None:
+    engine = ScriptedEngine({f"{i}-0": [[4, 8], [2, 1, 3]] for i in range(3)})
+    questions = [replace(_question(), expected=text) for text in ("48213", "48214", None)]
+    records, wall_s = run_questions(
+        engine, list(enumerate(questions)), concurrency=3, clock=lambda: engine.now
+    )
+    assert [record.right for record in records] == [True, False, None]
+    assert wall_s == 2.0

@@ -3,6 +3,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -150,3 +151,22 @@ def test_the_demo_colours_a_step_only_on_a_terminal(terminal: bool) -> None:
 def test_the_demo_takes_turns_through_the_categories() -> None:
     questions = [Question(i, name, ()) for i, name in enumerate(["copy", "copy", "editing", "x"])]
     assert [q.line for q in demo.pick(questions, 9)] == [2, 0, 1]
+
+
+def test_answers_that_hold_what_was_asked_for_are_counted() -> None:
+    result = _result()
+    assert report.right_answer_lines(result.summaries()) == []
+    for place, right in enumerate((True, False)):
+        run = result.runs[place]
+        (record,) = run.result.questions
+        judged = replace(run.result, questions=(replace(record, right=right),))
+        result.runs[place] = replace(run, result=judged)
+    lines = report.right_answer_lines(result.summaries())
+    assert lines == [
+        "plain (batch 1): 1 of 1 answers hold what was asked for",
+        "ngram (batch 1): 0 of 1 answers hold what was asked for",
+    ]
+    facts = provenance.collect(["vllm-spec", "bench"])
+    assert f"- {lines[1]}" in report.markdown(result, facts)
+    text = json.dumps(saved.to_json(result, facts))
+    assert '"right": true' in text
