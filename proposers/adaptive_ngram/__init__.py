@@ -2,11 +2,8 @@
 """Adaptive n-gram drafting: a trigram tree from a corpus and from what the request says itself.
 
 After ADED (*Adaptive Draft-Verification for Efficient LLM Decoding*): a trigram matrix built from
-a corpus is adapted while decoding, and a tree search drafts from it. What differs from the
-published code (``preset="aded_reference"`` undoes it, see ``reference.py``): each token is learned
-once, the prompt included; overlays are per request, forget, and are bounded; unknown contexts back
-off to one token; the search is deterministic. The draft distribution plays no part in acceptance,
-so output stays lossless whatever the estimates are.
+a corpus is adapted while decoding, and a tree search drafts from it. ``reference.py`` has what
+differs in the published code. The estimates play no part in acceptance, so output stays lossless.
 
 This module is light; everything compiled is loaded when the engine starts.
 """

@@ -46,8 +46,7 @@ class AdaptiveNgramOptions(MethodOptions):
     """Longest path in tokens; by default 12 for a tree and no limit for a chain."""
 
     min_confidence: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Nodes whose path has a lower estimated probability are not drafted; a step in which no node
-    reaches it is not speculated on at all."""
+    """Nodes whose path has a lower estimated probability are not drafted."""
 
     backoff: Literal["mix", "empty", "off"] = "mix"
     """Successors of the last token alone: for the probability that the two-token context leaves
@@ -60,7 +59,7 @@ class AdaptiveNgramOptions(MethodOptions):
     """Learn the prompt, too, not the output alone."""
 
     prompt_window: int = Field(default=8192, ge=0, le=1 << 20)
-    """At most this many last tokens are learned at once, which bounds the work of a long prompt."""
+    """At most this many last tokens are learned at once."""
 
     cap: float = Field(default=3.0, gt=0.0, le=1000.0)
     """Highest weight of one successor; one observation weighs 1."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base store: trigram counts of a corpus, read-only and memory-mapped.
 
-After ADED's trigram matrix: the most frequent
-successors of each pair of tokens. One file, in this order: a header of 4096 bytes (magic, version,
-byte order, header CRC, JSON), then the sections of :data:`SECTIONS`, each aligned to 64 bytes.
+After ADED's trigram matrix: the most frequent successors of each pair of tokens. One file: a header
+of 4096 bytes (magic, version, byte order, header CRC, JSON), then the sections of
+:data:`SECTIONS`, in that order, each aligned to 64 bytes.
 Rows are sorted by (w1, w2): ``top[w1]:top[w1 + 1]`` is the range of rows of w1, ``w2`` is sorted
 inside it, ``off`` delimits a row's successors, most probable first. Rows of the one-token context
 (the back-off) stand under the sentinel ``w1 = vocab_size``. All processes of a machine share the

@@ -5,11 +5,10 @@ Stern et al. 2018, sec. 4: one feed-forward layer between the decoder's output a
 projection, with a hidden layer of width ``k * d_h``, an output of ``k * d_model``, a residual from
 its input to each of the k outputs, and the model's *own* projection for all of them.
 
-Three deviations, on purpose. The paper's first head p_1 is the model itself here (identity), so the
-target is untouched and only the other ``num_heads = k - 1`` heads have weights. A head may also see
-the embedding of the next token (``condition_on_next``), which the hidden state does not know when
-that token was sampled. And it may see what followed when the end of the text occurred before
-(``copy_match``), which no hidden state of a small model holds.
+Three deviations, on purpose. The paper's first head p_1 is the model itself here, so the target is
+untouched and only the other ``num_heads = k - 1`` heads have weights. A head may also see the
+embedding of the next token (``condition_on_next``), and what followed when the end of the text
+occurred before (``copy_match``).
 
 Torch only: neither vLLM nor the trainer is imported.
 """

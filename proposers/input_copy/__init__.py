@@ -3,11 +3,8 @@
 
 Sun et al. 2021, "Instantaneous Grammatical Error Correction with Shallow Aggressive Decoding":
 draft the source, keep what the target agrees with, and after a divergence wait until the end of
-the output occurs in the source again. Beyond the paper: the longest suffix instead of one to three
-tokens, the nearest occurrence of an ambiguous one, comparison without regard to case, drafts that
-grow with the agreement, re-alignment right after a replaced token, and copying from the request's
-own output and from earlier answers. Each has an option that switches it off.
-Lossless; needs no training and no model.
+the output occurs in the source again. What goes beyond the paper has an option each that switches
+it off (``options.py``). Lossless; needs no training and no model.
 """
 
 from bisect import bisect_left

@@ -35,8 +35,7 @@ class InputCopyOptions(MethodOptions):
     tokens behind the point where copying last stopped; 0 is the paper's strict rule."""
 
     fold_case: bool = True
-    """Compare tokens without regard to upper case and a leading space, so that a word that moved
-    to the start of a sentence is still found."""
+    """Compare tokens without regard to upper case and a leading space."""
 
     growth: int = Field(default=8, ge=0)
     """Draft at most this many tokens for each token that agrees with the source so far, and at
@@ -57,9 +56,8 @@ class InputCopyOptions(MethodOptions):
 
     earlier_answers: int = Field(default=16_384, ge=0)
     """Tokens of earlier requests' answers that are kept to copy from where they agree in more
-    tokens than everything else: answers to one template open and comment alike. Kept apart for
-    each ``cache_salt``; requests without one share on a server only with ``share_unsalted``. 0
-    keeps none."""
+    tokens than everything else. Kept apart for each ``cache_salt``; requests without one share on
+    a server only with ``share_unsalted``. 0 keeps none."""
 
     max_cache_salts: int = Field(default=16, ge=1, le=4096)
     """Number of ``cache_salt`` values whose earlier answers are kept at a time; the one unused for

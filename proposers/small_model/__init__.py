@@ -3,7 +3,7 @@
 
 vLLM has a method of that kind, ``draft_model``. This one runs the model in the target's own KV
 blocks, reads only what is new in the first pass of a step, draws with real probabilities, drafts
-trees if asked to, and runs no pass that does not pay.
+trees if asked to, and runs no pass that costs more than it saves.
 """
 
 from collections.abc import Sequence

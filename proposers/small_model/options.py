@@ -31,4 +31,4 @@ class SmallModelOptions(MethodOptions):
     draw: bool = True
     """Draw the draft of a request with a temperature from the draft model's probabilities at the
     request's temperature, top-k and top-p, and verify it by speculative sampling; ``false`` drafts
-    the likeliest tokens. A request with a seed is always drafted the likeliest ones."""
+    the likeliest tokens, as always for a request with a seed."""

@@ -3,8 +3,8 @@
 
 Expansion trees (sec. 3.1), merged trees of several models (sec. 3.2) and multi-step speculative
 sampling (sec. 4.3); beyond the paper, trees that grow towards the likeliest paths, and levels that
-are drafted only if they pay. The paper's top-k children with the model's own probabilities are
-biased: here children are chosen and verified as such, or drawn.
+are drafted only if they save time. The paper's top-k children with the model's own probabilities
+are biased: here children are chosen and verified as such, or drawn.
 """
 
 from collections.abc import Sequence

@@ -46,7 +46,7 @@ class TokenTreeOptions(MethodOptions):
     draw: bool = True
     """Draw the draft of a request with a temperature from the models' probabilities at the
     request's temperature, top-k and top-p, and verify it by multi-step speculative sampling;
-    ``false`` drafts the likeliest tokens. A request with a seed is always drafted these."""
+    ``false`` drafts the likeliest tokens, as always for a request with a seed."""
 
     @field_validator("expansion")
     @classmethod

@@ -2,9 +2,8 @@
 """What a scorer is: the flattened batch it verifies and the mask it returns.
 
 A scorer answers one question for every draft node: *may this token stand, although the target may
-have chosen another one?* Everything else is done around it: the engine says which row belongs to
-which node and draws the target's own token at every row, and :func:`..walk.tree.walk` goes from the
-root to the nodes that stand, in chains as in trees.
+have chosen another one?* The engine says which row belongs to which node and draws the target's own
+token at every row; :func:`..walk.tree.walk` goes from the root to the nodes that stand.
 
 What ``tolerated`` means:
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Minimum-block acceptance: at least ``length`` tokens a step, whatever the target thinks of them.
 
-Stern et al. 2018, section 5.3, whose authors found that it hurts quality; offered for completeness
-and for use with another rule. vLLM always adds one token of the target's own to the accepted ones
-(recovered or bonus), so nodes at depth 0 to ``length - 2`` are let through; ``length=1`` is the
-exact rule. A draft shorter than ``length - 1``, a stop token, or a token that the request's
-constraints forbid ends the block early.
+Stern et al. 2018, section 5.3, whose authors found that it hurts quality; meant for use with
+another rule. vLLM always adds one token of the target's own to the accepted ones (recovered or
+bonus), so nodes at depth 0 to ``length - 2`` are let through; ``length=1`` is the exact rule. A
+draft shorter than ``length - 1``, a stop token, or a token that the request's constraints forbid
+ends the block early.
 
 In a tree only the first path is forced: the nodes that each directly follow their parent in the
 draft's order, from its first node on. Sampled requests: forced nodes are accepted for certain.

@@ -3,24 +3,23 @@
 
 Miao et al. 2024, algorithm 2 (VerifyStochastic). At a node whose target distribution is P, its
 children's draws are tried in the order they were drawn: a draw x from q is accepted with chance
-``min(1, P(x) / q(x))``; if it is not, P becomes ``norm(max(0, P - q))`` and the next draw is tried;
-after the last one the step's token is drawn from what is left of P. A leaf draws from P.
+``min(1, P(x) / q(x))``, else P becomes ``norm(max(0, P - q))`` and the next draw is tried; after
+the last one the step's token is drawn from what is left of P. A leaf draws from P.
 
 Exact iff every draw really came from its q, given the earlier draws under the same parent:
 
-* ``iid``: drawn independently, each from its own q (one model, or several); q is used as it
-  stands, so rows that are already the distribution given the earlier draws are right here too;
-* ``without_replacement``: drawn one after the other, earlier siblings' tokens removed from q and q
-  renormalised. That is done here, so q may be given before or after the removal;
+* ``iid``: drawn independently, each from its own q (or from a q given the earlier draws);
+* ``without_replacement``: drawn one after the other, earlier siblings' tokens removed from q. They
+  are removed here, so q may be given before or after that;
 * ``one_hot``: chosen, not drawn (top-k children, n-gram matches): q is one-hot.
 
-Chosen children with their model's q are a biased combination (total variation 0.3 on small
-examples) and are refused as far as numbers can tell: a one-hot tree with another q, a draw that its
-q cannot yield, a repeated token where nothing repeats. The order of draws and the cut of a tree
-must not depend on which tokens were drawn either; no function can see that.
+Chosen children with their model's q are biased (total variation 0.3 on small examples), and refused
+as far as numbers can tell: a one-hot tree with another q, a draw that its q cannot yield, a
+repeated token where nothing repeats. The order of draws and the cut of a tree must not depend on
+which tokens were drawn either; no function can see that.
 
-Draws and nodes differ when two drafters propose the same token under one parent: it is verified
-once, but keeps both draws and both q (:func:`merge_duplicates`).
+A token that two drafters propose under one parent is verified once, with both draws and both q
+(:func:`merge_duplicates`).
 """
 
 from dataclasses import dataclass

@@ -3,15 +3,13 @@
 
 Lossless for every way of sampling: the target draws **one** token at every row, and the walk goes
 from the root to the child that equals the drawn token; where no child does, that same token is
-emitted. Every emitted token is the target's own draw given the tokens before it. Drawing once per
-path, or drawing again after a mismatch, would emit drafted tokens too often.
+emitted. Drawing once per path, or again after a mismatch, would emit drafted tokens too often.
 
 With a relaxed rule the walk takes the child that equals the target's choice, else the tolerated
 child with the highest target logit (the smaller token id among equals).
 
-Rows of a batch: for each request its root row (the last verified token), then one row for each node
-in draft order; vLLM lays its logits out like this. Walks are control flow, so they run on the host,
-compiled, over the arrays of a whole batch.
+Rows of a batch, as in vLLM's logits: for each request its root row (the last verified token), then
+one row for each node in draft order. Walks run on the host, compiled, over a whole batch.
 """
 
 from dataclasses import dataclass

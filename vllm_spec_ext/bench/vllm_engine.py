@@ -65,7 +65,7 @@ class VllmEngine:
         args: dict[str, Any] = {"enable_prefix_caching": False, "disable_log_stats": False}
         if current_platform.is_cpu():
             # Eager: compilation costs minutes and changes little on a CPU. Blocks of 32: the CPU
-            # default of 128 makes every copy of a partial block four times as dear.
+            # default of 128 makes every copy of a partial block cost four times as much.
             args |= {"enforce_eager": True, "block_size": 32}
         args |= memory_args(
             engine_args,

@@ -29,8 +29,8 @@ class MethodOptions(Options):
     """Options of one method, set once for the engine beside vLLM's own in the same JSON."""
 
     adaptive_length: bool = True
-    """Draft no more than pays off, as measured while serving, and nothing where plain decoding is
-    faster; ``false`` always drafts all that the method finds."""
+    """Draft only as much as saves time, as measured while serving; ``false`` always drafts all that
+    the method finds."""
 
 
 class RequestOptions(Options):

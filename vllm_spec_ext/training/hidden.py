@@ -3,7 +3,7 @@
 
 The final ones, or those of several layers side by side (:meth:`~.target.Target.hidden`). The cache
 holds one row per used token: ``hidden_size * 2`` bytes each and layer in bf16 (1.15 GB for a
-million tokens of a 576-wide model). It pays only where the target is much larger than its states.
+million tokens of a 576-wide model). It helps only where the target is much larger than its states.
 """
 
 from collections.abc import Callable

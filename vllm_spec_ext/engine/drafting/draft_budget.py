@@ -2,14 +2,14 @@
 """How much the next step may draft, so that drafting never costs more than a little.
 
 A ledger in plain decoding steps. A step earns the steps that its accepted tokens save, and costs
-what verification and drafting add to a plain step. Over no 200 steps more may be lost than
-``_LIMIT`` plain steps, in a fresh engine less: a draft is allowed if that holds even when all of it
-is rejected. The time of a step that drafts nothing, but in which the proposer reads the new tokens,
-counts as well.
+what verification and drafting add to a plain step; a step without drafts costs what the proposer
+takes to read the new tokens. Over no 200 steps more may be lost than ``_LIMIT`` plain steps, in a
+fresh engine less: a draft is allowed if that holds even when all of it is rejected.
+
 How much of what may still be lost is put at stake follows what drafts earned lately. Where they
-lose, none are verified; instead the proposer is asked for *shadow* drafts now and then
-(:mod:`.shadow_drafts`): what they would have earned shows without the price of verification. A
-fresh engine begins with them. The less may still be lost, the surer a proposer must be of a token.
+lose, and in a fresh engine, none are verified; the proposer is asked for *shadow* drafts now and
+then (:mod:`.shadow_drafts`), which show what they would have earned without the cost of
+verification. The less may still be lost, the surer a proposer must be of a token.
 
 No clock here: times are given.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts that are never verified: what the target would have accepted shows as it goes on.
 
-A method that does not pay is asked for such drafts now and then. They cost what drafting costs, not
+A method that loses time is asked for such drafts now and then. They cost what drafting costs, not
 a longer step of the target, and tell as much: the proposer hears of them like of others.
 """
 

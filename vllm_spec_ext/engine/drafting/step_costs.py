@@ -5,11 +5,10 @@ For each class of batch sizes the time of a step is modelled as
 
     plain + overhead * (any drafts) + per_token * drafts
 
-and followed by a Kalman filter, a running fit that knows how sure it is. The machine and the
-context change the time of all steps together, by a third within minutes, while the ratio of
-verification to plain decoding moves slowly; the filter is told so, hence each step, plain or not,
-says how fast the machine is now. A pause that hits one step (compilation, another program) is left
-out; the first times are taken as a median.
+and followed by a Kalman filter. The machine and the context change the time of all steps together,
+by a third within minutes, while the ratio of verification to plain decoding moves slowly; the
+filter is told so, hence each step, plain or not, says how fast the machine is now. A pause that
+hits one step (compilation, another program) is left out; the first times are taken as a median.
 """
 
 import math

@@ -3,7 +3,7 @@
 
 Its KV of position i is made of the target's hidden state of token i, so it exists as soon as the
 target has read that token, and can only be made in that step. All rows of all requests are written
-in every step, whether drafts pay or not; a request that lacks some gets no drafts. The rows of a
+in every step, drafts or not; a request that lacks some gets no drafts. The rows of a
 block lie behind the context and are never kept: the next step writes the context there.
 """
 

@@ -6,10 +6,9 @@ certain tokens, its own output for drafted ones. So the KV of position i is made
 of state i, and a request of n tokens, of which the target has read n - 1, has n - 1 positions
 (vLLM 0.32 ``SpecDecodeBaseProposer.set_inputs_first_pass``). Everything here counts positions.
 
-The target's states exist in their step only. So the head reads all rows of all requests in every
-step, whether drafts pay or not; KV that was not made then can never be made. A request that lacks
-some gets no drafts. The drafted tokens of a trunk are read again once they are accepted, as then
-the target's states for them are there.
+The target's states exist in their step only, so the head reads all rows of all requests in every
+step, drafts or not. A request that lacks some KV gets no drafts. Drafted tokens are read again once
+they are accepted, with the target's states.
 """
 
 from collections.abc import Iterable, Sequence

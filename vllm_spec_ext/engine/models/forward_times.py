@@ -19,7 +19,7 @@ class ForwardTimes:
         key = num_rows.bit_length()
         known = self._classes.get(key)
         if known is None:
-            # Its first pass pays for what the platform prepares by size, so it counts for little.
+            # Its first pass includes what the platform prepares by size, so it counts for little.
             self._classes[key] = (float(num_rows), seconds)
             return
         rows, usual = known

@@ -137,7 +137,7 @@ def parse_eta(extra_args: Mapping[str, Any] | None) -> EtaOptions | None:
 
 
 def has_options(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether a request carries options of ours; most do not, and pay nothing."""
+    """Whether a request carries options of ours; most do not."""
     return any(name == KEY or name in ETA_KEYS or _is_prefixed(name) for name in extra_args or ())
 
 
