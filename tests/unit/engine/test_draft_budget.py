@@ -278,6 +278,24 @@ def test_with_less_to_lose_drafts_must_be_surer() -> None:
     assert bars[-1] > 2 * bars[0]
 
 
+def test_shadow_drafts_need_not_be_surer() -> None:
+    """They put nothing at stake, and a proposer that is told of sure tokens alone learns little."""
+    budget = past_first_drafts()
+    shadow = None
+    for _ in range(400):
+        allowance = budget.allow([8])
+        if allowance.is_shadow:
+            shadow = allowance
+            break
+        drafts = allowance.max_tokens != 0
+        budget.drafted({"method": 0.0003})
+        budget.verified(1, 8 * drafts, 1, 0.03 * (1.0 + 0.3 * drafts))
+    assert shadow is not None
+    assert budget.balance < 0.2
+    assert shadow.min_probability is not None
+    assert shadow.min_probability < 0.1  # drafts that are verified must be surer than 0.3 now
+
+
 def test_shares_are_equal_and_no_room_is_lost() -> None:
     assert shares(8, [8, 8]) == [4, 4]
     assert shares(5, [8, 8]) == [3, 2]

@@ -29,7 +29,7 @@ _CAUTION = 1.5  # standard errors that estimated costs are raised by
 _LATELY = 0.15  # weight of the last step with drafts in what drafts earned lately
 _TRUSTED = 0.45  # plain steps a step: of what drafts earned lately, what counts once they fail
 _AMPLE = 0.6  # of the limit; with less, drafts must be surer
-_SURE = 0.8
+_SURE = 0.4
 _DOUBT = 0.1  # plain steps a step: loss from which on nothing is put at stake
 _RETURN = 0.2  # of what shadow drafts earned lately, a step: how soon a method that earns is back
 _RETURNED = 0.6  # plain steps: up to there
@@ -223,9 +223,9 @@ class DraftBudget:
             self._asked_plain += 1
             return Allowance(0, None, f"measuring plain steps with {num_requests} requests")
         drafting = self._usual_drafting(num_requests, found.plain_s)
-        probability = self._break_even(found, num_requests, drafting)
+        break_even = self._break_even(found, num_requests, drafting)
         missing = max(0.0, 1.0 - self.balance / (_AMPLE * self._limit))
-        probability += (1.0 - probability) * _SURE * missing
+        probability = break_even + (1.0 - break_even) * _SURE * missing
         interval = min(_SELDOM, max(_OFTEN, int(200 * self._gain)))
         if self._since_plain >= interval:
             self._since_plain = 0
@@ -239,7 +239,8 @@ class DraftBudget:
         can_shadow = self._shadow >= self._shadow_price(num_requests)
         if can_shadow and (self._num_gains < _FIRST_SHADOWS or price > stake):
             why = "a fresh engine" if self._num_gains < _FIRST_SHADOWS else "drafts lost time"
-            return Allowance(None, probability, f"{why}; {state}", is_shadow=True)
+            # Nothing is at stake: only what is drafted tells the proposer how sure it may be.
+            return Allowance(None, break_even, f"{why}; {state}", is_shadow=True)
         if price > stake:
             return Allowance(0, probability, f"drafts lost time; {state}, {least} tokens too many")
         if _careful(found, total) + drafting <= stake:
