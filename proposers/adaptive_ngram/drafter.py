@@ -196,13 +196,15 @@ class NgramDrafter:
 
     def continue_from(self, request_id: str, provisional: Sequence[int], most: int) -> IntArray:
         """Search behind tokens that are not learned; see the base class."""
-        state = self.learner.states.get(request_id)
         most = min(most, self._results.tokens.shape[1])
-        text = [*self._ends.get(request_id, ()), *provisional]
-        if state is None or most < 1 or not text:
+        known = self._ends.get(request_id)
+        if known is None or most < 1:
             return EMPTY_DRAFT.tokens
-        before = text[-2] if len(text) > 1 else -1
-        self._requests[0] = (before, text[-1], state.slot, most, state.shared_slot)
+        state = self.learner.states.get(request_id)
+        slot = -1 if state is None else state.slot
+        text = [-1, *known, *provisional]  # -1 = unknown, before a text of one token
+        shared = self.learner.shared_slot(request_id)
+        self._requests[0] = (text[-2], text[-1], slot, most, shared)
         self._run(1)
         found = self._results
         count = int(found.counts[0])

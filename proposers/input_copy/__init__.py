@@ -178,7 +178,8 @@ class InputCopy(BaseProposer):
         suffix = np.concatenate([copy.output_index.tokens[-max_ngram:], added])[-max_ngram:]
         match = copy.source_index.longest(suffix, max_ngram, need_all=True)
         own = copy.output_index.longest(suffix, max_ngram, own=not len(added))
-        if self.options.also_output and own.length > max(match.length, self.options.min_ngram - 1):
+        least = max(self.options.min_ngram, self.options.output_min_ngram, match.length + 1)
+        if self.options.also_output and own.length >= least:
             return np.array(copy.output[own.latest : own.latest + most], np.int32)
         if match.length >= self.options.min_ngram:
             lost_at = copy.lost_at if copy.cursor == _LOST else copy.cursor
