@@ -4,9 +4,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, ValidationError, model_validator
 
-from vllm_spec_ext.errors import SpecExtError, UnknownNameError
+from vllm_spec_ext.errors import SpecExtError, UnknownNameError, shown
 from vllm_spec_ext.options import MethodOptions, Options, parse_options
 from vllm_spec_ext.proposers.base import BaseProposer
 from vllm_spec_ext.proposers.cascade.presets import with_cs_drafting
@@ -18,8 +18,6 @@ DEFAULT_REVIEW = 8
 
 OWN_LEVELS = {"ngram": "vllm_spec_ext.proposers.cascade.suffix_lookup:SuffixLookup"}
 """Levels that are no methods by themselves."""
-
-_MODEL_METHODS = ("small_model", "token_tree")
 
 
 class MethodLevel(Options):
@@ -113,18 +111,21 @@ class ModelLevel(Options):
 
 
 def _read_level(number: int, given: Any) -> Any:
-    """The class that one object of ``levels`` is meant to be."""
+    """The class that one object of ``levels`` is meant to be; raises SpecExtError."""
     if isinstance(given, MethodLevel | ModelLevel):
         return given
-    if not isinstance(given, Mapping) or ("method" in given) == ("model" in given):
+    if not isinstance(given, Mapping) or not {"method", "model"} & given.keys():
         raise SpecExtError(
             f'level {number}: expected an object {{"method": ...}} or {{"model": ...}}; '
-            f"found {given!r}"
+            f"found {shown(given)}"
         )
-    schema = MethodLevel if "method" in given else ModelLevel
-    if schema is MethodLevel:
+    if "method" not in given:
+        return parse_options(ModelLevel, given, f"level {number}")
+    try:
         return MethodLevel.model_validate(given)
-    return parse_options(ModelLevel, given, f"level {number} ({given['model']!r})")
+    except ValidationError as error:
+        problems = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
+        raise SpecExtError(f"level {number}: " + "; ".join(problems)) from error
 
 
 class CascadeOptions(MethodOptions):

@@ -51,7 +51,7 @@ class ReviewRound(Protocol):
 
         Args:
             counts: [num_requests] of all tokens that a request was given in this round, root
-                included, how many stand; no more than it was given.
+                included, how many stand; no more than it was given. With 0 it begins again.
         """
 
 
@@ -136,9 +136,12 @@ class _HostedRound:
 
     def keep(self, counts: Sequence[int]) -> None:
         """See :meth:`ReviewRound.keep`."""
-        for row, trunk, count in zip(self._rows, self._trunks, counts, strict=True):
+        for place, (row, trunk) in enumerate(zip(self._rows, self._trunks, strict=True)):
             if trunk is None or not trunk.alive:
                 continue
-            length = len(self._requests[row].token_ids) - 1 + count
-            if length < trunk.length:
+            length = len(self._requests[row].token_ids) - 1 + counts[place]
+            if not counts[place]:
+                # The root is no draft, so it is not taken back; a new trunk reads it again.
+                self._trunks[place], self._is_begun[place] = None, False
+            elif length < trunk.length:
                 self._model.rewind(trunk, length)

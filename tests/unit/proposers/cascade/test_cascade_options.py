@@ -80,7 +80,7 @@ def test_cs_drafting() -> None:
         ({"levels": [SMALL, COPY, BASE]}, "a method as level 2, above a model"),
         ({"levels": [{"method": "input_cpy"}, SMALL]}, "Did you mean 'input_copy'?"),
         ({"levels": [{"method": "cascade"}, SMALL]}, "a cascade cannot be a level"),
-        ({"levels": [{"method": "small_model", "model": "m"}, SMALL]}, "expected an object"),
+        ({"levels": [{"method": "small_model", "model": "m"}, SMALL]}, "runs a model by itself"),
         (
             {"levels": [{"method": "small_model", "options": {"model": "m"}}, SMALL]},
             "runs a model by itself",

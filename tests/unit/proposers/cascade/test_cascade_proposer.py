@@ -174,7 +174,7 @@ def test_three_levels(monkeypatch: pytest.MonkeyPatch) -> None:
         (draft,) = cascade.propose(step(request(TEXT, room=12)))
         assert draft.tokens.tolist() == greedy(LAW, TEXT, 12)
         if law is LAW:
-            assert base.chunks == [[7], [6]]  # two reviews of three tokens below each
+            assert base.chunks == [[7], [5]]  # two reviews of three tokens below each
             assert small.chunks[:2] == [[3], [3]]
         assert base.num_passes <= small.num_passes
 
@@ -270,7 +270,7 @@ def test_a_batch_shares_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, draft, room in zip(texts, drafts, (7, 8, 9), strict=False):
         assert draft.tokens.tolist() == greedy(LAW, text, room)
     assert not len(drafts[3])
-    assert one.chunks[:2] == [[4, 4, 4], [2, 2, 2]]
+    assert one.chunks[:3] == [[4, 4, 4], [3, 4, 4], [1, 1, 1]]
 
 
 def test_a_request_that_a_model_cannot_follow() -> None:
@@ -290,6 +290,14 @@ def test_where_a_pass_finds_no_room_the_draft_ends(monkeypatch: pytest.MonkeyPat
     three = made(small, base, levels=levels({"reviews": 2}, {"reviews": 3}))
     (draft,) = three.propose(step(request(TEXT, room=9)))
     assert draft.tokens.tolist() == greedy(LAW, TEXT, 9)  # the last level writes on alone
+    # The last level is lost at the first token: what the one below wrote is not the draft's.
+    small, base = model(name="small"), model(name="base", most_read=0)
+    lost = made(
+        small, base, levels=levels({"reviews": 2}, {"reviews": 3}), tokens=[4, 5]
+    )
+    (draft,) = lost.propose(step(request(TEXT, room=9)))
+    assert draft.tokens.tolist() == greedy(LAW, TEXT, 9)
+    assert draft.sources == (("small",),) * 9
 
 
 def test_disabled_requests_and_requests_that_go() -> None:
