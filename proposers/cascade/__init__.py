@@ -108,11 +108,7 @@ class Cascade(BaseProposer):
         """The models, the lowest level first."""
         levels = cast(CascadeOptions, options).levels
         return specs(
-            [
-                (level.model, level.quantization)
-                for level in levels
-                if isinstance(level, ModelLevel)
-            ]
+            [(level.model, level.quantization) for level in levels if isinstance(level, ModelLevel)]
         )
 
     @staticmethod
@@ -300,9 +296,10 @@ def _rows(text: "Text") -> "torch.Tensor":
 
     some = next(one for one in text.drawn_from if one is not None)
     rows = []
-    for token, own in zip(text.tokens, text.drawn_from, strict=True):
-        if own is None:
-            own = torch.zeros_like(some)
-            own[token] = 1.0
-        rows.append(own)
+    for token, drawn_from in zip(text.tokens, text.drawn_from, strict=True):
+        row = drawn_from
+        if row is None:
+            row = torch.zeros_like(some)
+            row[token] = 1.0
+        rows.append(row)
     return torch.stack(rows)

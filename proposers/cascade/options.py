@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of ``cascade``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, ValidationError, model_validator
@@ -74,12 +74,11 @@ class MethodLevel(Options):
         proposer = self.proposer()
         schema = proposer.info.options
         given = dict(self.options)
-        if "tree" in schema.model_fields:
-            if given.setdefault("tree", False) is not False:
-                raise SpecExtError(
-                    f"level {self.method}: found tree={given['tree']!r}, expected false; a level "
-                    "reviews a chain, so leave it out"
-                )
+        if "tree" in schema.model_fields and given.setdefault("tree", False) is not False:
+            raise SpecExtError(
+                f"level {self.method}: found tree={given['tree']!r}, expected false; what is "
+                "reviewed is a chain, so leave it out"
+            )
         options = parse_options(schema, given, f"level {self.method}")
         if proposer.models(options):
             raise SpecExtError(
@@ -128,6 +127,22 @@ def _read_level(number: int, given: Any) -> Any:
         raise SpecExtError(f"level {number}: " + "; ".join(problems)) from error
 
 
+def _with_cs_drafting(given: Mapping[str, Any], levels: Sequence[Any]) -> dict[str, Any]:
+    """Options with the preset's values where there are none; raises SpecExtError."""
+    methods = [level for level in levels if isinstance(level, MethodLevel)]
+    models = [level for level in levels if isinstance(level, ModelLevel)]
+    tokens, reviews, lenience = with_cs_drafting(len(methods), len(models))
+    values = {"tokens": tokens, "lenience": lenience, **given}
+    if methods and levels[0] is not methods[0]:
+        return values  # refused later
+    numbered = [
+        level.model_copy(update={"reviews": own}) if level.reviews is None else level
+        for level, own in zip(models, reviews, strict=True)
+    ]
+    values["levels"] = [*(methods or [MethodLevel(method="ngram")]), *numbered]
+    return values
+
+
 class CascadeOptions(MethodOptions):
     """Options of ``cascade`` (levels that draft for each other)."""
 
@@ -168,17 +183,7 @@ class CascadeOptions(MethodOptions):
             read = [_read_level(number, level) for number, level in enumerate(levels, 1)]
             values["levels"] = read
             if values.get("preset") == "cs_drafting":
-                methods = [level for level in read if isinstance(level, MethodLevel)]
-                models = [level for level in read if isinstance(level, ModelLevel)]
-                numbers, reviews, lenience = with_cs_drafting(len(methods), len(models))
-                values.setdefault("tokens", numbers)
-                values.setdefault("lenience", lenience)
-                models = [
-                    level if level.reviews is not None else level.model_copy(update={"reviews": own})
-                    for level, own in zip(models, reviews, strict=True)
-                ]
-                if all(isinstance(level, ModelLevel) for level in read[len(methods) :]):
-                    values["levels"] = [*(methods or [MethodLevel(method="ngram")]), *models]
+                values = _with_cs_drafting(values, read)
         return values
 
     @model_validator(mode="after")

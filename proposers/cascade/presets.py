@@ -4,9 +4,7 @@
 from vllm_spec_ext.errors import SpecExtError
 
 
-def with_cs_drafting(
-    num_methods: int, num_models: int
-) -> tuple[list[int], list[list[int]], float]:
+def with_cs_drafting(num_methods: int, num_models: int) -> tuple[list[int], list[list[int]], float]:
     """Cascade Speculative Drafting (Chen et al. 2023), as its code configures it.
 
     The matrix K of the paper has a row for each reviewer, the target first: how many tokens each of

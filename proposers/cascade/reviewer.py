@@ -107,7 +107,7 @@ class _HostedRound:
         self._is_begun = [False] * len(rows)
 
     def run(self, tokens: Sequence[Sequence[int]]) -> "list[torch.Tensor | None]":
-        """See :meth:`ReviewRound.run`; requests that begin and those that go on take a pass each."""
+        """See :meth:`ReviewRound.run`; requests that begin and others take a pass each."""
         import torch
 
         wanted = [place for place, more in enumerate(tokens) if len(more)]
@@ -128,10 +128,11 @@ class _HostedRound:
             if trunk is None or not trunk.alive:
                 self._trunks[place] = None
                 continue
-            before = self._model.all_logits(trunk)
             if place in later:
-                before = before[1:]  # the first row is that of the pass before
-            found[place] = torch.cat([before, self._model.logits([trunk])])
+                found[place] = self._model.read_logits(trunk)
+            else:  # the root's row comes with the chunk's
+                rows = [self._model.all_logits(trunk), self._model.logits([trunk])]
+                found[place] = torch.cat(rows)
         return found
 
     def keep(self, counts: Sequence[int]) -> None:

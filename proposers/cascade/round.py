@@ -108,7 +108,9 @@ def _judge(
         (chosen if task.chance is None else drawn).append(place)
     if chosen:
         judged = judge_chosen(
-            [logits[place] for place in chosen], [_chunk(tasks[place]) for place in chosen], lenience
+            [logits[place] for place in chosen],
+            [_chunk(tasks[place]) for place in chosen],
+            lenience,
         )
         for place, verdict in zip(chosen, judged, strict=True):
             verdicts[place] = verdict

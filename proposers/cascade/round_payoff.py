@@ -159,9 +159,7 @@ class RoundPayoff:
         flag = all(kind.is_guessed for kind in kinds)
         first = further = 0.0
         for level, known in self._rounds[flag].items():
-            seconds = self._reviewers[level].forward_seconds(
-                max(1, round(len(kinds) * known.rows))
-            )
+            seconds = self._reviewers[level].forward_seconds(max(1, round(len(kinds) * known.rows)))
             price = prices.in_tokens(seconds)
             if price is None:  # nothing is held back
                 depth = sum(gain > 0.0 for gain in gains)

@@ -183,9 +183,7 @@ def test_preemption(
 
 
 @pytest.mark.parametrize("name", ["copies", "ngrams"])
-def test_second_turns(
-    name: str, engines: Any, plain: Any, watch: Watch, tiny_model: Path
-) -> None:
+def test_second_turns(name: str, engines: Any, plain: Any, watch: Watch, tiny_model: Path) -> None:
     """Answers become prompts: what was drafted and accepted is found in the prefix cache."""
     scenario = Scenario([{"max_tokens": 40, "ignore_eos": True}], PROMPTS)
     first = run(plain, scenario)

@@ -81,9 +81,7 @@ class Script:
 
 def hosted(name: str, seed: int) -> HostedModel:
     toy = ToyModel(seed, 16, BLOCK)
-    model = HostedModel(
-        name, toy, num_ids=VOCAB, vocab_size=IDS, max_model_len=64, max_rows=64
-    )
+    model = HostedModel(name, toy, num_ids=VOCAB, vocab_size=IDS, max_model_len=64, max_rows=64)
     model.bind(8, BLOCK, range(8, 16))
     return model
 

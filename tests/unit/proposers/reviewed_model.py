@@ -70,6 +70,14 @@ class ReviewedModel(FakeModel):
         rows = [self.law(own.text[:end]) for end in range(before, behind)]
         return torch.from_numpy(np.reshape(rows, (len(rows), self.vocab_size))).float()
 
+    def read_logits(self, branch: Branch) -> torch.Tensor:
+        own = self._own(branch)
+        assert own.alive
+        before, behind = self._lasts[id(own)]
+        assert before < behind == own.length, "was rewound"
+        rows = [self.law(own.text[:end]) for end in range(before + 1, behind + 1)]
+        return torch.from_numpy(np.stack(rows)).float()
+
     def _read(self, branch: FakeBranch, tokens: Sequence[int]) -> None:
         assert all(0 <= token < self.vocab_size for token in tokens)
         before = branch.length
@@ -115,9 +123,10 @@ class Guess(BaseProposer):
         if not request.room:
             return EMPTY_DRAFT
         tokens = type(self).foresee(text, request.room)[: request.room]
-        if type(self).probs is None or not tokens:
+        probs = type(self).probs
+        if probs is None or not tokens:
             return chain(tokens)
-        return Draft(np.array(tokens, np.int32), probs=type(self).probs(text, tokens))
+        return Draft(np.array(tokens, np.int32), probs=probs(text, tokens))
 
 
 @proposer("going_on", summary="Says what it is told, again and again.", options=GuessOptions)

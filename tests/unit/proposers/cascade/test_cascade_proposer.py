@@ -292,9 +292,7 @@ def test_where_a_pass_finds_no_room_the_draft_ends(monkeypatch: pytest.MonkeyPat
     assert draft.tokens.tolist() == greedy(LAW, TEXT, 9)  # the last level writes on alone
     # The last level is lost at the first token: what the one below wrote is not the draft's.
     small, base = model(name="small"), model(name="base", most_read=0)
-    lost = made(
-        small, base, levels=levels({"reviews": 2}, {"reviews": 3}), tokens=[4, 5]
-    )
+    lost = made(small, base, levels=levels({"reviews": 2}, {"reviews": 3}), tokens=[4, 5])
     (draft,) = lost.propose(step(request(TEXT, room=9)))
     assert draft.tokens.tolist() == greedy(LAW, TEXT, 9)
     assert draft.sources == (("small",),) * 9
