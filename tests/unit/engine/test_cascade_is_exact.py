@@ -199,7 +199,7 @@ CASCADES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASCADES)
 def test_what_comes_out_is_the_targets_own(name: str) -> None:
     found, number = distance(3, **CASCADES[name])
-    assert number > 5
+    assert number >= 5
     assert found < 1e-15
 
 
@@ -271,4 +271,4 @@ def test_the_known_mistakes_are_found_out(
         monkeypatch.setattr(
             Cascade, "_draft", lambda self, *args: cut_where_unlikely(original(self, *args))
         )
-    assert distance(3, **CASCADES[name])[0] > 1e-3
+    assert distance(2, **CASCADES[name])[0] > 1e-3
