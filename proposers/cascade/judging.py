@@ -19,14 +19,14 @@ next token has to be settled before it is drawn.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from vllm_spec_ext.proposers.growth.drawing import draw
 
-Distribution = torch.Tensor | None
+Distribution: TypeAlias = torch.Tensor | None
 """[vocab] what a token was drawn from; None: it was chosen, which is as good as one-hot."""
 
 

@@ -16,6 +16,11 @@ in three steps, so a cascade knows neither blocks nor caches:
    its last pass, as a level above it may reject what it had accepted. One token at least is always
    read again or anew, so no logits need to be kept from one pass to the next.
 
+A view whose round has one tensor of logits for all requests, leaves some of them out, and takes
+back tokens of its last pass alone, fits as the last level: split the tensor, answer None for those
+left out, and keep the count of a request less what it was given before its last pass. Nothing above
+the last level but the target rejects what it accepted, so it is never taken back further.
+
 When the step's drafting is over all of it is void. What the target accepts of it, a reviewer
 recognises by itself.
 """
