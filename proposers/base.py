@@ -7,7 +7,7 @@ A proposer never sees the engine. The adapter (:mod:`vllm_spec_ext.engine.drafti
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from vllm_spec_ext.options import MethodOptions, RequestOptions
 from vllm_spec_ext.proposers.description import Needs, ProposerInfo, proposer
@@ -32,6 +32,7 @@ __all__ = [
     "UNSALTED",
     "BaseProposer",
     "Branch",
+    "Continues",
     "Draft",
     "DraftModel",
     "Drawn",
@@ -77,6 +78,26 @@ class Proposer(Protocol):
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Free the state of these requests: finished, aborted or preempted ones, known or not."""
+
+
+@runtime_checkable
+class Continues(Protocol):
+    """A proposer that can be asked again within a step, for a text that is not verified."""
+
+    def continue_from(self, request_id: str, provisional: Sequence[int], most: int) -> IntArray:
+        """What it foresees behind tokens that some draft level wrote, not the target.
+
+        It must not learn from them, nor change in any way: they are mostly not what the text will
+        say, and it may be asked for several of them in one step.
+
+        Args:
+            request_id: A request of the last :meth:`Proposer.propose`.
+            provisional: What is written behind the request's verified tokens.
+            most: Tokens wanted.
+
+        Returns:
+            [n] int32, n <= `most`; may be empty.
+        """
 
 
 class BaseProposer(ABC):

@@ -115,6 +115,17 @@ class DraftModel(Protocol):
         ``suffixes`` of ``sync``), and behind each of the tokens that this one read but the last.
 
         Row i judges token i of that call; :meth:`logits` has the row behind the last one.
+
+        Raises:
+            ValueError: The branch was rewound below that, so the first row is not known.
+        """
+
+    def read_logits(self, branch: Branch) -> "torch.Tensor":
+        """[n, vocab_size] float32: behind each token that its last ``extend`` read and that still
+        stands; known behind any rewind.
+
+        Raises:
+            ValueError: The branch was not extended since it was forked or rewound.
         """
 
     def forward_seconds(self, num_rows: int) -> float | None:

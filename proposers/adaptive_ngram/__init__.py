@@ -20,6 +20,7 @@ from vllm_spec_ext.proposers.base import (
     BaseProposer,
     Draft,
     EngineHandle,
+    IntArray,
     StepContext,
     StepOutcome,
     TargetFacts,
@@ -88,6 +89,10 @@ class AdaptiveNgram(BaseProposer):
     def propose(self, step: StepContext) -> list[Draft]:
         """Learn the new tokens of all requests, then draft for each."""
         return self.drafter.propose(step)
+
+    def continue_from(self, request_id: str, provisional: Sequence[int], most: int) -> IntArray:
+        """See :class:`vllm_spec_ext.proposers.base.Continues`; a search and nothing else."""
+        return self.drafter.continue_from(request_id, provisional, most)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how far estimates can be trusted; tokens are learned from the tokens themselves."""

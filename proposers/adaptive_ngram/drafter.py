@@ -31,6 +31,7 @@ from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     Draft,
     EngineHandle,
+    IntArray,
     RequestStep,
     StepContext,
     StepOutcome,
@@ -57,6 +58,7 @@ class NgramDrafter:
         """
         self.settings = settings
         self._payoff = NodePayoff()
+        self._ends: dict[str, list[int]] = {}  # last verified tokens, to go on from
         self.store: NgramStore | None = None
         self.fingerprint = ""
         if engine.vocab_size > MAX_VOCAB:
@@ -186,10 +188,30 @@ class NgramDrafter:
             row = len(chosen)
             tokens = request.token_ids
             before = tokens[-2] if len(tokens) > 1 else -1
+            self._ends[request.request_id] = tokens[-2:].tolist()
             shared = self.learner.shared_slot(request.request_id)
             self._requests[row] = (before, tokens[-1], slots[index], room, shared)
             chosen.append(index)
         return chosen
+
+    def continue_from(self, request_id: str, provisional: Sequence[int], most: int) -> IntArray:
+        """Search behind tokens that are not learned; see the base class."""
+        most = min(most, self._results.tokens.shape[1])
+        known = self._ends.get(request_id)
+        if known is None or most < 1:
+            return EMPTY_DRAFT.tokens
+        state = self.learner.states.get(request_id)
+        slot = -1 if state is None else state.slot
+        text = [-1, *known, *provisional]  # -1 = unknown, before a text of one token
+        shared = self.learner.shared_slot(request_id)
+        self._requests[0] = (text[-2], text[-1], slot, most, shared)
+        self._run(1)
+        found = self._results
+        count = int(found.counts[0])
+        # The first path; a chain has no other.
+        is_path = found.parents[0, :count] == np.arange(-1, count - 1)
+        length = count if is_path.all() else int(is_path.argmin())
+        return found.tokens[0, :length].copy()
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how far estimates can be trusted; tokens are learned from the tokens themselves."""
@@ -201,6 +223,7 @@ class NgramDrafter:
         self.learner.finish(request_ids)
         for request_id in request_ids:
             self._payoff.forget(request_id)
+            self._ends.pop(request_id, None)
 
     def save(self) -> None:
         """Write the overlay of requests without a salt to ``overlay_file``, if there is one.

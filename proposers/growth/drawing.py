@@ -14,10 +14,7 @@ _PURPOSE = b"vllm-spec-ext drafts"
 
 
 def uniforms(request_id: str, position: int, model: int, size: int) -> NDArray[np.float64]:
-    """[size] numbers in [0, 1) that depend on nothing but these arguments.
-
-    Independent for each request, so two requests of the same text draw different drafts; and for
-    each position, so a draft does not depend on what was drafted before.
+    """[size] numbers in [0, 1) that depend on nothing but these arguments; see :func:`noise`.
 
     Args:
         request_id: Whose draft.
@@ -25,9 +22,23 @@ def uniforms(request_id: str, position: int, model: int, size: int) -> NDArray[n
         model: Number of the draft model.
         size: How many.
     """
+    return noise(request_id, position, model).random(size)
+
+
+def noise(request_id: str, position: int, model: int) -> np.random.Generator:
+    """Numbers that depend on nothing but these arguments.
+
+    Independent for each request, so two requests of the same text draw different drafts; and for
+    each position, so a draft does not depend on what was drafted before.
+
+    Args:
+        request_id: Whose draft.
+        position: Tokens of the request so far.
+        model: Number of the draft model; below 0 for draws that are not one model's.
+    """
     text = f"{position} {model} {request_id}".encode()
     key = hashlib.blake2b(text, digest_size=16, person=_PURPOSE[:16]).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key))).random(size)
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(key)))
 
 
 def distributions(

@@ -157,6 +157,42 @@ class InputCopy(BaseProposer):
                 answer = np.asarray(copy.output, np.int32)
                 self._answers.add(copy.share_group, answer, copy.output_index.tokens)
 
+    def continue_from(self, request_id: str, provisional: Sequence[int], most: int) -> IntArray:
+        """See :class:`vllm_spec_ext.proposers.base.Continues`; neither cursor nor index moves."""
+        nothing = EMPTY_DRAFT.tokens
+        copy = self._copies.get(request_id)
+        if copy is None or most < 1:
+            return nothing
+        added = self._folded[np.asarray(provisional, np.int32)]
+        source = copy.source_index.tokens
+        if copy.cursor != _LOST:
+            followed = source[copy.cursor : copy.cursor + len(added)]
+            differs = np.flatnonzero(followed != added[: len(followed)])
+            end = copy.cursor + len(added)
+            if not len(differs) and end < len(source):
+                return self._sayable(copy.source[end : end + most])
+        max_ngram = self.options.max_ngram
+        suffix = np.concatenate([copy.output_index.tokens[-max_ngram:], added])[-max_ngram:]
+        match = copy.source_index.longest(suffix, max_ngram, need_all=True)
+        own = copy.output_index.longest(suffix, max_ngram, own=not len(added))
+        least = max(self.options.min_ngram, self.options.output_min_ngram, match.length + 1)
+        if self.options.also_output and own.length >= least:
+            return np.array(copy.output[own.latest : own.latest + most], np.int32)
+        if match.length >= self.options.min_ngram:
+            lost_at = copy.lost_at if copy.cursor == _LOST else copy.cursor
+            position = self._choose(match, lost_at)
+            if position != NO_POSITION:
+                return self._sayable(copy.source[position : position + most])
+        if copy.cursor != _LOST and differs.tolist() == [len(added) - 1]:
+            # One token of the source was replaced, as in `_find_again`.
+            return self._sayable(copy.source[end : end + min(most, self.options.realign)])
+        return nothing
+
+    def _sayable(self, tokens: IntArray) -> IntArray:
+        """The tokens before the first one that the model cannot say."""
+        unsayable = np.flatnonzero(tokens >= len(self._folded) - 1)
+        return tokens[: unsayable[0]] if len(unsayable) else tokens
+
     def _propose_one(self, request: RequestStep, min_probability: float | None) -> Draft:
         if not request.options.enabled:
             return EMPTY_DRAFT
@@ -195,9 +231,7 @@ class InputCopy(BaseProposer):
         if copy.guessing:
             copy.kind, room = _GUESS, min(room, self.options.realign)
         room = self._limit(copy.kind, copy.num_agreeing, room, min_probability)
-        tokens = copy.source[copy.cursor : copy.cursor + room]
-        unsayable = np.flatnonzero(tokens >= len(self._folded) - 1)
-        return chain(tokens[: unsayable[0]] if len(unsayable) else tokens)
+        return chain(self._sayable(copy.source[copy.cursor : copy.cursor + room]))
 
     def _limit(self, kind: int, num_agreeing: int, room: int, min_probability: float | None) -> int:
         """How much to draft after this many agreeing tokens."""

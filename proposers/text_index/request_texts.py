@@ -25,6 +25,10 @@ class RequestTexts:
         text.append(tokens[len(text) :])
         return text
 
+    def known(self, request_id: str) -> OccurrenceIndex | None:
+        """What :meth:`of` gave last; None if the request was never seen."""
+        return self._texts.get(request_id)
+
     def forget(self, request_id: str) -> None:
         """A request is gone, known or not."""
         self._texts.pop(request_id, None)

@@ -24,7 +24,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]
 
-TREES = "examples/token_tree_offline.py"
+OWN_DRAFTS = ["examples/token_tree_offline.py", "examples/cascade_offline.py"]
+"""Without a draft model the target drafts for itself."""
 
 ENGINE_WITH_REPEAT = """
 import json, sys
@@ -51,7 +52,7 @@ if __name__ == "__main__":
 
 def test_every_example_is_run_and_short() -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
-    run_here = {*OFFLINE_EXAMPLES, "examples/serve_and_stream.py", TREES}
+    run_here = {*OFFLINE_EXAMPLES, "examples/serve_and_stream.py", *OWN_DRAFTS}
     assert files == run_here | {"examples/custom_proposer/repeat_proposer.py"}
     assert all(len((ROOT / name).read_text().splitlines()) < 60 for name in files)
 
@@ -68,9 +69,10 @@ def test_generate_example_copies() -> None:
     assert "24 oak chairs" in str(found["out"])
 
 
-def test_tree_example_accepts_what_the_model_drafts_for_itself() -> None:
+@pytest.mark.parametrize("name", OWN_DRAFTS)
+def test_examples_accept_what_the_model_drafts_for_itself(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / TREES), model_folder()],
+        [sys.executable, str(ROOT / name), model_folder()],
         capture_output=True,
         text=True,
         env=environment(**ONE_PROCESS),

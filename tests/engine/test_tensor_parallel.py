@@ -25,6 +25,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "heads": {"method": "blockwise", "num_speculative_tokens": 3},
     "drawn_heads": {"method": "blockwise", "num_speculative_tokens": 3, "draw": True},
     "block": {"method": "nar", "num_speculative_tokens": 12, "tree": True},
+    "cascade": {
+        "method": "cascade",
+        "levels": [{"method": "input_copy"}, {"model": "other"}, {"model": "self", "reviews": 3}],
+        "num_speculative_tokens": 6,
+    },
     "models": {"method": "model_paths", "num_speculative_tokens": 10, "shape": "fork"},
     "heads_and_models": {"method": "model_paths", "num_speculative_tokens": 10, "shape": "fork"},
 }
@@ -62,6 +67,13 @@ def found(
         drafter.extras.draft_vocab = torch.tensor([40, 42, 44], dtype=torch.int32)
         drafter.save(folder / "drafter")
         config["model"] = str(folder / "drafter")
+    if config["method"] == "cascade":
+        other = save_draft(tiny_model, folder / "other", num_hidden_layers=1, seed=9)
+        names = {"other": other, "self": str(tiny_model)}
+        config["levels"] = [
+            {**level, "model": names[level["model"]]} if "model" in level else level
+            for level in config["levels"]
+        ]
     if config["method"] == "model_paths":
         if request.param == "models":
             other = save_draft(tiny_model, folder / "other", num_hidden_layers=1, seed=9)

@@ -173,6 +173,9 @@ class Simulation(ABC):
         rows = found if after_rewind else torch.cat([model.all_logits(branch), found])
         expected = dense[len(dense) - 1 - (0 if after_rewind else num) :]
         assert len(rows) == len(expected)
+        if num and branch.length - num >= len(requests[branch.request].token_ids):
+            read = model.read_logits(branch)  # of a suffix or an extension
+            assert np.array_equal(read.numpy(), rows[len(rows) - num :].numpy())
         bad = ~np.isclose(rows.numpy(), expected, atol=1e-5).all(axis=1)
         self.rows += len(rows)
         self.wrong += int(bad.sum())

@@ -139,6 +139,9 @@ class FakeModel:
     def all_logits(self, branch: Branch) -> torch.Tensor:
         raise AssertionError("trees read one token at a time")
 
+    def read_logits(self, branch: Branch) -> torch.Tensor:
+        raise AssertionError("trees read one token at a time")
+
     def forward_seconds(self, num_rows: int) -> float | None:
         return None if self.seconds is None else self.seconds(num_rows)
 

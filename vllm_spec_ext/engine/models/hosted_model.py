@@ -292,6 +292,14 @@ class HostedModel:
             rows += [(tensor, first + i) for i in range(branch.length - branch.start - 1)]
         return self._gather(rows[: branch.length - branch.start])
 
+    def read_logits(self, branch: Branch) -> "torch.Tensor":
+        """See :meth:`vllm_spec_ext.proposers.models.DraftModel.read_logits`."""
+        assert isinstance(branch, PagedBranch)
+        if branch.rows is None:
+            raise ValueError(f"{self.name}: a branch has no logits of its last pass any more")
+        tensor, first = branch.rows
+        return self._gather([(tensor, first + i) for i in range(branch.length - branch.start)])
+
     def forward_seconds(self, num_rows: int) -> float | None:
         """See :meth:`vllm_spec_ext.proposers.models.DraftModel.forward_seconds`."""
         return self._times.estimate(num_rows)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets: the numbers of published cascades."""
+
+from vllm_spec_ext.errors import SpecExtError
+
+
+def with_cs_drafting(num_methods: int, num_models: int) -> tuple[list[int], list[list[int]], float]:
+    """Cascade Speculative Drafting (Chen et al. 2023), as its code configures it.
+
+    The matrix K of the paper has a row for each reviewer, the target first: how many tokens each of
+    its drafters writes. Taken from it: the rows, as ``tokens`` and ``reviews``; that a neural
+    drafter reviews the next smaller one and never drafts alone where that has something (vertical
+    cascade); that the end of a draft comes from smaller drafters without a review (horizontal
+    cascade); lenience between levels; and that all drafts are chains. Not taken: the bigram table;
+    and lenience is measured against the reviewer's own likeliest token, not against a draft
+    probability, which a suffix look-up does not have: 1/3 and 1/2 for the code's 3 and 2.
+
+    Args:
+        num_methods: Levels that are methods; 0 = ``ngram`` is to be added.
+        num_models: Levels that are models.
+
+    Returns:
+        ``tokens``; ``reviews`` of each model, the lowest first; and the lenience.
+
+    Raises:
+        SpecExtError: It has no numbers for so many levels.
+    """
+    if num_methods > 1 or num_models not in (1, 2):
+        raise SpecExtError(
+            f'preset "cs_drafting": found {num_methods} methods and {num_models} models, expected '
+            "one method at most, and one or two models; leave the preset out and give tokens and "
+            "reviews"
+        )
+    if num_models == 1:  # LLaMA-160M and the look-up: K = [[13, 10], [0, 10]], lenience 3
+        return [13, 10], [[10]], 1 / 3
+    # FLAN-T5 base, small and the look-up: K = [[5, 14, 10], [0, 1, 10], [0, 0, 10]], lenience 2
+    return [5, 14, 10], [[10], [1, 10]], 1 / 2

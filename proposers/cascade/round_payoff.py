@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a round of reviews pays, for which requests, and how long a draft then may be.
+
+In tokens, as of :mod:`vllm_spec_ext.proposers.payoff.forward_payoff`. What a draft token brings is
+how often tokens at its depth were accepted by the target; what it costs is its verification and its
+share of the passes. Rounds with a method's guesses for all requests need fewer passes than rounds
+without, so both are kept apart. Nothing here depends on which tokens are drawn.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_spec_ext.proposers.cascade.reviewer import Reviewer
+from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, StepPrices, profit_by_depth
+from vllm_spec_ext.proposers.payoff.level_rates import LevelRates
+
+_WEIGHT = 0.2  # of a new observation in the means of rounds
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Requests of which the same is known."""
+
+    is_guessed: bool  # a method has a guess for it
+    is_drawn: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to draft in a step."""
+
+    rows: Sequence[int]  # requests
+    depth: int  # most tokens of each
+
+
+@dataclass
+class _Rounds:
+    """Running means of one level."""
+
+    passes: float  # of a round
+    rows: float  # of a pass and request
+
+
+class RoundPayoff:
+    """Of one cascade, over all requests."""
+
+    def __init__(
+        self, reviewers: Mapping[int, Reviewer], chunks: Mapping[int, int], max_depth: int
+    ) -> None:
+        """Start from what is usual.
+
+        Args:
+            reviewers: By level.
+            chunks: By level, the tokens that one review is meant for.
+            max_depth: Most tokens of a draft.
+        """
+        self._reviewers = reviewers
+        self._max_depth = max_depth
+        self._rates: dict[Kind, LevelRates] = {}
+        self._length = {flag: float(max_depth) for flag in (True, False)}
+        # Until it is measured: half of each chunk is accepted where there are guesses.
+        self._rounds = {
+            flag: {
+                level: _Rounds(
+                    max(1.0, max_depth / (1.0 + (size / 2 if flag else 0.0))),
+                    1.0 + (size if flag else 0.0),
+                )
+                for level, size in chunks.items()
+            }
+            for flag in (True, False)
+        }
+        self._retries = Retries()
+
+    def plan(
+        self, kinds: Mapping[int, Kind], unread: Mapping[int, int], prices: StepPrices
+    ) -> Plan:
+        """Which requests to draft for.
+
+        Args:
+            kinds: Of each request that has room.
+            unread: Of each, the tokens since the last round that drafted for it.
+            prices: Of the step.
+
+        Returns:
+            No requests where nothing pays; now and then one all the same, to see.
+        """
+        if not kinds:
+            return Plan([], 0)
+        everything = sorted(kinds)
+        choices = [everything]
+        for kind in set(kinds.values()):
+            choices.append([row for row in everything if kinds[row] == kind])
+        best, best_rows, best_depth = 0.0, everything[:0], 0
+        for rows in choices:
+            depth, profit = self._profit([kinds[row] for row in rows], prices)
+            if profit > best:
+                best, best_rows, best_depth = profit, rows, depth
+        if best_rows:
+            self._retries.pays()
+            return Plan(best_rows, best_depth)
+        if not self._could_pay([kinds[row] for row in everything], prices):
+            return Plan([], 0)
+        if not self._retries.due():
+            return Plan([], 0)
+        for rates in self._rates.values():
+            rates.doubt()
+        # One that a method has a guess for tells most.
+        row = min(everything, key=lambda row: (not kinds[row].is_guessed, unread[row]))
+        return Plan([row], self._max_depth)
+
+    def drafted(
+        self, kinds: Sequence[Kind], passes: Sequence[tuple[int, int, int]], longest: int
+    ) -> None:
+        """Count a round.
+
+        Args:
+            kinds: Of its requests.
+            passes: Level, rows and requests of each.
+            longest: Tokens of its longest draft.
+        """
+        flag = all(kind.is_guessed for kind in kinds)
+        if not longest:
+            return
+        self._length[flag] += _WEIGHT * (longest - self._length[flag])
+        for level, known in self._rounds[flag].items():
+            own = [(rows, number) for other, rows, number in passes if other == level]
+            known.passes += _WEIGHT * (len(own) - known.passes)
+            if own:
+                mean = sum(rows for rows, _ in own) / sum(number for _, number in own)
+                known.rows += _WEIGHT * (mean - known.rows)
+
+    def verified(self, kind: Kind, num_drafted: int, num_accepted: int) -> None:
+        """Count what the target made of a draft; with 0 drafted the round was in vain."""
+        rates = self._rates_of(kind)
+        for depth in range(min(max(num_drafted, 1), num_accepted + 1)):
+            rates.observe(depth, depth < num_accepted)
+
+    def _rates_of(self, kind: Kind) -> LevelRates:
+        return self._rates.setdefault(kind, LevelRates())
+
+    def _profit(self, kinds: Sequence[Kind], prices: StepPrices) -> tuple[int, float]:
+        """Best depth, and the tokens that it earns."""
+        gains = [0.0] * self._max_depth
+        for kind in set(kinds):
+            number, path, rates = kinds.count(kind), 1.0, self._rates_of(kind)
+            for depth in range(self._max_depth):
+                path *= rates.rate(depth)
+                gains[depth] += number * max(0.0, path - prices.node)
+        return self._after_costs(gains, kinds, prices)
+
+    def _could_pay(self, kinds: Sequence[Kind], prices: StepPrices) -> bool:
+        gains = [len(kinds) * max(0.0, 1.0 - prices.node)] * self._max_depth
+        return self._after_costs(gains, kinds, prices)[1] > 0.0
+
+    def _after_costs(
+        self, gains: Sequence[float], kinds: Sequence[Kind], prices: StepPrices
+    ) -> tuple[int, float]:
+        flag = all(kind.is_guessed for kind in kinds)
+        first = further = 0.0
+        for level, known in self._rounds[flag].items():
+            seconds = self._reviewers[level].forward_seconds(max(1, round(len(kinds) * known.rows)))
+            price = prices.in_tokens(seconds)
+            if price is None:  # nothing is held back
+                depth = sum(gain > 0.0 for gain in gains)
+                return depth, math.inf if depth else 0.0
+            # approximation: passes grow evenly with the length of the draft behind its first token.
+            first += price * min(1.0, known.passes)
+            behind = max(1.0, self._length[flag] - 1.0)
+            further += price * max(0.0, known.passes - 1.0) / behind
+        return profit_by_depth(gains, first, further)
