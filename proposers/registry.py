@@ -19,6 +19,7 @@ BUILTIN = {
     "nar": "vllm_spec_ext.proposers.nar:Nar",
     "small_model": "vllm_spec_ext.proposers.small_model:SmallModel",
     "token_tree": "vllm_spec_ext.proposers.token_tree:TokenTree",
+    "cache_view": "vllm_spec_ext.proposers.cache_view:CacheView",
 }
 
 

@@ -26,6 +26,7 @@ from vllm_spec_ext.engine.starting.limits import (
     worker_class,
 )
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
+from vllm_spec_ext.engine.views.view_checks import check_views
 from vllm_spec_ext.engine.watching.metrics import publish
 from vllm_spec_ext.engine.watching.shared_counters import make_folder
 from vllm_spec_ext.errors import SpecExtError
@@ -228,6 +229,8 @@ def build_spec_config(
     )
     proposer = registry.load(method)
     proposer.check(parsed.options, facts)
+    views = proposer.views(parsed.options)
+    check_views(views, method, engine_args, target_model_config, target_parallel_config)
     draft_models = draft_configs(
         proposer.models(parsed.options), target_model_config, target_parallel_config
     )
@@ -260,6 +263,6 @@ def build_spec_config(
     target_parallel_config.worker_cls = worker_class()
     install_request_validation()
     rule = "exact" if settings.lossless else str(settings.rule)
-    names = [model.name for model in draft_models]
+    names = [*(model.name for model in draft_models), *(view.name for view in views)]
     publish(settings.method, rule, settings.counter_folder, names)
     return result
