@@ -24,7 +24,7 @@ from vllm_spec_ext.proposers.views import ViewSpec
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
     from vllm.v1.worker.utils import AttentionGroup
 
 
@@ -130,8 +130,8 @@ class PagedTarget:
             torch.accelerator.synchronize(self._device)
         return logits
 
-    def _metadata(self, view: LayerTables, plan: ViewPass, slots: torch.Tensor) -> dict[str, Any]:
-        """Of each layer."""
+    def _metadata(self, view: LayerTables, plan: ViewPass, slots: torch.Tensor) -> dict[str, "CPUAttentionMetadata"]:
+        """Of each layer; the other backends' have a block table, too."""
         shared = self._common(plan, plan.view_lens, view.shared(), slots)
         full = self._common(plan, plan.full_lens, view.full(), slots) if view.differ else shared
         metadata = {}
@@ -182,7 +182,7 @@ class PagedTarget:
             key: torch.Tensor,
             value: torch.Tensor,
             kv_cache: torch.Tensor,
-            attn_metadata: Any,
+            attn_metadata: "CPUAttentionMetadata",
             *rest: Any,
             **more: Any,
         ) -> torch.Tensor:
