@@ -61,7 +61,7 @@ class _Chain:
     num_speculative_tokens=6,
     best_for="long contexts on GPUs, where reading KV takes most of a step",
     cost="a forward pass of the target for each draft token, over the weights and the KV in sight",
-    off_on_cpus='there verifying several tokens costs more than reading KV, so it drafts nothing; '
+    off_on_cpus="there verifying several tokens costs more than reading KV, so it drafts nothing; "
     '"draft_on_cpu": true makes it draft',
 )
 class CacheView(BaseProposer):
@@ -127,7 +127,9 @@ class CacheView(BaseProposer):
             for row, request in enumerate(step.requests)
             if request.room > 0 and len(request.token_ids) >= self._options.min_context
         ]
-        kinds = [self._gate.kind(step.requests[row], self._draws(step.requests[row])) for row in rows]
+        kinds = [
+            self._gate.kind(step.requests[row], self._draws(step.requests[row])) for row in rows
+        ]
         for row in rows:
             self._gate.forget(step.requests[row].request_id)  # a draft that had no outcome
         depth = self._gate.decide(step, rows, kinds).depth
@@ -166,7 +168,8 @@ class CacheView(BaseProposer):
         assert self._view is not None
         round_ = self._view.begin(step.requests, rows)
         chains = [
-            _Chain(request, min(room, depth), self._draws(request))
+            # The last token of a chain is drafted, and not read.
+            _Chain(request, min(request.room, room + 1, depth), self._draws(request))
             for request, room in zip(
                 (step.requests[row] for row in round_.rows), round_.rooms, strict=True
             )
@@ -174,7 +177,9 @@ class CacheView(BaseProposer):
         least = step.min_probability if self._options.adaptive_length else None
         num_passes = 0
         while True:
-            going_on = [chain for chain in chains if chain.is_open and len(chain.tokens) < chain.room]
+            going_on = [
+                chain for chain in chains if chain.is_open and len(chain.tokens) < chain.room
+            ]
             if not going_on:
                 return dict(zip(round_.rows, chains, strict=True)), num_passes
             taking_part = set(map(id, going_on))
@@ -194,6 +199,8 @@ def _go_on(chains: Sequence[_Chain], logits: "torch.Tensor", least: float) -> No
         least: A chosen token whose path is less likely ends its chain, and is left out. A drawn
             one stays: whether it is drafted must not depend on what was drawn.
     """
+    import torch
+
     from vllm_spec_ext.proposers.growth.drawing import distributions, draw, uniforms
 
     drawn = [row for row, chain in enumerate(chains) if chain.is_drawn]
@@ -218,7 +225,7 @@ def _go_on(chains: Sequence[_Chain], logits: "torch.Tensor", least: float) -> No
             ]
         )
         tokens = draw(probs, numbers)[:, 0].tolist()
-        own = probs[range(len(drawn)), tokens].tolist()
+        own = probs.gather(1, torch.tensor(tokens, device=probs.device)[:, None])[:, 0].tolist()
         for row, token, law, share in zip(drawn, tokens, probs, own, strict=True):
             _add(chains[row], token, share)
             chains[row].probs.append(law)

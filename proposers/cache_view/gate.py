@@ -48,7 +48,9 @@ class ViewGate:
         self.fixed = FixedCost(view.reads)
         self._rates = {
             # What hides nothing is the target itself.
-            Kind(is_partial, is_drawn): LevelRates(0.8, 0.8) if is_partial else LevelRates(0.97, 0.97)
+            Kind(is_partial, is_drawn): LevelRates(0.8, 0.8)
+            if is_partial
+            else LevelRates(0.97, 0.97)
             for is_partial in (False, True)
             for is_drawn in (False, True)
         }

@@ -7,6 +7,7 @@ the target accepts all of it. And page means are compared with the cache at ever
 
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,14 @@ from vllm_spec_ext.engine.views.known_pages import KnownPages
 from vllm_spec_ext.engine.views.layer_tables import LayerTables
 from vllm_spec_ext.engine.views.page_means import columns_of_keys
 from vllm_spec_ext.engine.views.target_view import HostedView
+from vllm_spec_ext.engine.views.view_binding import check_layers, depth_of
+from vllm_spec_ext.engine.views.view_checks import check_views
+from vllm_spec_ext.engine.views.view_host import ViewHost
 from vllm_spec_ext.errors import UnsupportedError
 from vllm_spec_ext.proposers.base import StepOutcome
 from vllm_spec_ext.proposers.cache_view import CacheView
 from vllm_spec_ext.proposers.growth import drawing
+from vllm_spec_ext.proposers.views import ViewSpec
 
 FREE = ("batch_of_one", "mixed_lengths", "prefix_reused", "max_model_len", "several_samples")
 """Scenarios in which nothing but the model chooses tokens."""
@@ -324,7 +329,8 @@ def test_few_spill_blocks_make_drafts_shorter(
 
     def watched(self: Any, requests: Any, rows: Any) -> Any:
         made = begin(self, requests, rows)
-        rooms.extend((requests[row].room, room) for row, room in zip(made.rows, made.rooms))
+        asked = [requests[row].room for row in made.rows]
+        rooms.extend(zip(asked, made.rooms, strict=True))
         return made
 
     monkeypatch.setattr(HostedView, "begin", watched)
@@ -483,3 +489,82 @@ def test_other_layouts_of_a_cpu_s_cache(tiny_model: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *args: "amx")
     with pytest.raises(UnsupportedError, match='found KV in the layout of "amx"'):
         start(tiny_model, METHOD)
+
+
+FULL_ATTENTION: dict[str, Any] = {
+    "use_mla": False,
+    "hf_text_config": SimpleNamespace(),
+    "get_sliding_window": lambda: None,
+    "attention_chunk_size": None,
+    "uses_mrope": False,
+    "is_mm_prefix_lm": False,
+    "is_moe": False,
+    "dtype": torch.float32,
+    "get_head_size": lambda: 64,
+    "get_total_num_hidden_layers": lambda: 4,
+    "hf_config": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_mla": True}, r"latent attention \(MLA\): found it, expected keys and values"),
+        ({"get_sliding_window": lambda: 4096}, "found a window of 4096 tokens, expected full"),
+        (
+            {"hf_text_config": SimpleNamespace(layer_types=["full_attention", "chunked"])},
+            "sliding windows: found chunked",
+        ),
+        ({"attention_chunk_size": 8192}, "chunked attention: expected full attention"),
+        ({"uses_mrope": True}, r"\(M-RoPE\): expected one position a token"),
+        ({"is_mm_prefix_lm": True}, "attends to images in both directions"),
+        ({"is_moe": True}, "data_parallel_size=2 and a mixture of experts"),
+        ({"get_head_size": lambda: 80}, 'found KV in the layout of "vec16"'),
+    ],
+)
+def test_targets_whose_cache_cannot_be_seen_in_part(changes: dict[str, Any], words: str) -> None:
+    args: Any = SimpleNamespace(enable_lora=False, kv_cache_dtype="auto", block_size=32)
+    parallel: Any = SimpleNamespace(data_parallel_size=2)
+    fine: Any = SimpleNamespace(**FULL_ATTENTION)
+    check_views([ViewSpec("a")], "cache_view", args, fine, parallel)
+    check_views([], "nothing", args, None, parallel)  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(**{**FULL_ATTENTION, **changes})
+    with pytest.raises(UnsupportedError, match=f"cache_view runs the target .*{words}"):
+        check_views([ViewSpec("a")], "cache_view", args, model, parallel)
+    if "vec16" in words:
+        check_views([ViewSpec("a", "stream")], "cache_view", args, model, parallel)
+
+
+def test_layers_that_the_front_end_cannot_see(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(engines("stream"))
+    (group,) = (group for groups in runner.attn_groups for group in groups)
+    check_layers(runner, runner.kv_by_layer)
+    for words, change in {
+        "found 2 KV groups, expected one": (runner, "attn_groups", [[group], [group]]),
+        "the attention kernel splits KV blocks": (group, "kernel_block_size", 16),
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            with pytest.raises(UnsupportedError, match=words):
+                check_layers(runner, runner.kv_by_layer)
+    with pytest.raises(UnsupportedError, match="has no KV cache of its own"):
+        check_layers(runner, {})
+    impl = runner.compilation_config.static_forward_context[group.layer_names[0]].impl
+    monkeypatch.setattr(impl, "alibi_slopes", torch.ones(2))
+    with pytest.raises(UnsupportedError, match="has ALiBi"):
+        check_layers(runner, runner.kv_by_layer)
+
+
+def test_layers_are_in_the_order_of_the_model() -> None:
+    names = [f"model.layers.{number}.self_attn.attn" for number in (10, 2, 0, 1)]
+    assert [depth_of(name) for name in sorted(names, key=depth_of)] == [(0,), (1,), (2,), (10,)]
+    assert depth_of("decoder.h2o.block.3.attn") == (3,)
+
+
+def test_means_have_their_part_of_the_memory() -> None:
+    chooses, streams = ViewHost([ViewSpec("a")]), ViewHost([ViewSpec("b", "stream")])
+    chooses._block_size = 16
+    assert chooses.without_means(33_000) == 32_000
+    assert streams.without_means(33_000) == 33_000

@@ -392,7 +392,8 @@ FUNCTIONS: tuple[Hook, ...] = (
             ("flash_attn", "FlashAttentionImpl"),
             ("triton_attn", "TritonAttentionImpl"),
         )
-    ),    *(
+    ),
+    *(
         Hook(
             f"vllm.v1.attention.backends.{module}",
             f"{name}.forward",

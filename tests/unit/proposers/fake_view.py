@@ -57,14 +57,17 @@ class FakeView:
 class FakeRound:
     """Follows the texts."""
 
-    def __init__(self, view: FakeView, requests: Sequence[RequestStep], rows: Sequence[int]) -> None:
+    def __init__(
+        self, view: FakeView, requests: Sequence[RequestStep], rows: Sequence[int]
+    ) -> None:
         self.rows = [row for row in rows if requests[row].request_id not in view.refuses]
         asked = [requests[row] for row in self.rows]
         self.rooms = [min(request.room, view.most_room) for request in asked]
         self.partial = [len(request.token_ids) > view.budget for request in asked]
         self._view = view
         self._texts = [request.token_ids.tolist()[:-1] for request in asked]
-        self._ends = [len(request.token_ids) + room for request, room in zip(asked, self.rooms)]
+        lengths = [len(request.token_ids) for request in asked]
+        self._ends = [length + room for length, room in zip(lengths, self.rooms, strict=True)]
         self._roots = [int(request.token_ids[-1]) for request in asked]
         self._certain = [len(text) for text in self._texts]
         self._last = [0] * len(asked)

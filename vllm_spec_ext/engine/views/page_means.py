@@ -59,8 +59,8 @@ class PageMeans:
 def rows_of_keys(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Keys of caches [num_blocks, num_kv_heads, block_size, 2 * head_size], key and value in a row.
 
-    That is what vLLM's FlashAttention and Triton backends read (0.32 ``FlashAttentionImpl.forward``:
-    ``kv_cache.transpose(1, 2).split(head_size)``).
+    That is what vLLM's FlashAttention and Triton backends read (0.32
+    ``FlashAttentionImpl.forward``: ``kv_cache.transpose(1, 2).split(head_size)``).
     """
     return cache[..., : cache.shape[-1] // 2][blocks]
 

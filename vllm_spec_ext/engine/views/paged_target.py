@@ -130,7 +130,9 @@ class PagedTarget:
             torch.accelerator.synchronize(self._device)
         return logits
 
-    def _metadata(self, view: LayerTables, plan: ViewPass, slots: torch.Tensor) -> dict[str, "CPUAttentionMetadata"]:
+    def _metadata(
+        self, view: LayerTables, plan: ViewPass, slots: torch.Tensor
+    ) -> dict[str, "CPUAttentionMetadata"]:
         """Of each layer; the other backends' have a block table, too."""
         shared = self._common(plan, plan.view_lens, view.shared(), slots)
         full = self._common(plan, plan.full_lens, view.full(), slots) if view.differ else shared

@@ -51,7 +51,9 @@ def check_views(
 
 def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig") -> Iterator[str]:
     if model.use_mla:
-        yield "latent attention (MLA): found it, expected keys and values by head; use another model"
+        yield (
+            "latent attention (MLA): found it, expected keys and values by head; use another model"
+        )
     window = model.get_sliding_window()
     kinds = set(getattr(model.hf_text_config, "layer_types", None) or ()) - {"full_attention"}
     if window is not None or kinds:

@@ -52,7 +52,9 @@ class ViewPass:
         return len(self.ids)
 
 
-def view_tables(tables: Int32s, widths: Sequence[int], sights: Sequence[PartialSight | None]) -> Int32s:
+def view_tables(
+    tables: Int32s, widths: Sequence[int], sights: Sequence[PartialSight | None]
+) -> Int32s:
     """[n, view_width] blocks in sight, zeros where pages are yet to be chosen.
 
     Args:

@@ -56,7 +56,7 @@ def test_a_chain_of_likeliest_tokens() -> None:
 
 
 def test_requests_of_all_lengths_share_passes() -> None:
-    view = FakeView(LAW, most_room=3)
+    view = FakeView(LAW, most_room=2)
     requests = [request("a", 30, 4), request("b", 5, 1), request("c", 40, 0), request("d", 33, 2)]
     drafts = started(view).propose(StepContext(requests))
     assert list(map(len, drafts)) == [3, 1, 0, 2]
@@ -70,7 +70,7 @@ def test_requests_that_are_left_out_get_nothing() -> None:
     proposer = started(view, min_context=20)
     drafts = proposer.propose(StepContext([request("a"), request("b"), request("c", 19)]))
     assert list(map(len, drafts)) == [4, 0, 0]
-    assert started(view).propose(StepContext([request("b")])) [0].tokens.tolist() == []
+    assert started(view).propose(StepContext([request("b")]))[0].tokens.tolist() == []
 
 
 def test_draws_report_the_view_s_probabilities() -> None:
@@ -132,7 +132,9 @@ def context(*requests: RequestStep, min_probability: float = 0.05) -> StepContex
     return StepContext(list(requests), None, min_probability, PLAIN)
 
 
-def serve(proposer: CacheView, step: StepContext, accepted: int, num_steps: int = 40) -> list[Draft]:
+def serve(
+    proposer: CacheView, step: StepContext, accepted: int, num_steps: int = 40
+) -> list[Draft]:
     """Steps in which so many tokens of each draft are accepted; the last drafts."""
     for _ in range(num_steps):
         drafts = proposer.propose(step)
