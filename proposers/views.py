@@ -90,7 +90,7 @@ class TargetView(Protocol):
 
     spec: ViewSpec
     reads: ReadFacts
-    """Known from the start of the engine's first step on."""
+    """Whether passes pay depends on these and on the lengths of requests."""
 
     def begin(self, requests: Sequence[RequestStep], rows: Sequence[int]) -> ViewRound:
         """Begin a round: what each request sees is fixed until it ends.

@@ -12,7 +12,7 @@ passes took beside plain steps. From it follow the context lengths at which a vi
 
 from vllm_spec_ext.proposers.views import ReadFacts
 
-_SPAN = 30.0  # how far from the guess by bytes it may go, as a factor
+_SPAN = 1000.0  # how far from the guess by bytes it may go, as a factor
 _MOST_WEIGHT = 0.3  # of one measurement
 
 

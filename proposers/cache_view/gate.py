@@ -46,11 +46,10 @@ class ViewGate:
         self._max_depth = max_depth
         self._is_adaptive = is_adaptive
         self.fixed = FixedCost(view.reads)
+        # Acceptance does not fall with depth, so one rate tells of all levels. What hides nothing is
+        # the target itself.
         self._rates = {
-            # What hides nothing is the target itself.
-            Kind(is_partial, is_drawn): LevelRates(0.8, 0.8)
-            if is_partial
-            else LevelRates(0.97, 0.97)
+            Kind(is_partial, is_drawn): LevelRates(0.8 if is_partial else 0.97, num_depths=1)
             for is_partial in (False, True)
             for is_drawn in (False, True)
         }
@@ -102,6 +101,8 @@ class ViewGate:
             self._retries.pays()
             return Decision(depth, f"{profit:.2f} tokens more; {state}")
         if self._retries.due():
+            for kind in set(kinds):
+                self._rates[kind].doubt()
             return Decision(1, f"a try; {state}")
         return Decision(0, f"no depth pays; {state}")
 

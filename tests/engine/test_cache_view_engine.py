@@ -193,7 +193,7 @@ def test_same_tokens_of_long_prompts(
     accepted, drafted = shares(outcomes)
     assert drafted > 300
     if name in ("retrieval", "dense"):
-        assert means.num_choices > 100
+        assert means.num_choices > 50
         assert means.num_stale == 0
     if name != "full":
         assert accepted < drafted  # a view of a random model is far from the whole

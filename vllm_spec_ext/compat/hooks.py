@@ -424,12 +424,4 @@ FUNCTIONS: tuple[Hook, ...] = (
         exact=True,
         type="str",
     ),
-    Hook(
-        "vllm.utils.torch_utils",
-        "is_quantized_kv_cache",
-        "views of a quantized KV cache are refused",
-        names=("kv_cache_dtype",),
-        exact=True,
-        type="bool",
-    ),
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import is_quantized_kv_cache, resolve_kv_cache_dtype_string
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from vllm_spec_ext.errors import UnsupportedError
 from vllm_spec_ext.proposers.views import ViewSpec
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
+PLAIN_DTYPES = ("auto", "float32", "float16", "bfloat16")
 CPU_BLOCK_SIZE = 128  # vLLM's default on CPUs
 
 
@@ -77,7 +78,7 @@ def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig
             "target's own step; leave it out"
         )
     dtype = str(resolve_kv_cache_dtype_string(args.kv_cache_dtype, model))
-    if is_quantized_kv_cache(dtype):
+    if dtype not in PLAIN_DTYPES:
         yield (
             f"a quantized KV cache: found {dtype}, expected the model's own data type; leave "
             "--kv-cache-dtype out"
