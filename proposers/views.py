@@ -48,13 +48,19 @@ class ReadFacts:
 class ViewRound(Protocol):
     """Some requests of a step while the target drafts, or reviews drafts, for them."""
 
-    rows: Sequence[int]
-    """Indices in the step of the requests that take part. Those left out had no room, or a prompt
-    that has no token ids."""
-    rooms: Sequence[int]
-    """Of each, the most tokens that it can read behind its certain ones; at most its ``room``."""
-    partial: Sequence[bool]
-    """Of each, whether the view hides anything; if not, a pass computes what the target would."""
+    @property
+    def rows(self) -> Sequence[int]:
+        """Indices in the step of the requests that take part. Those left out had no room, or a
+        prompt that has no token ids.
+        """
+
+    @property
+    def rooms(self) -> Sequence[int]:
+        """Of each, the most tokens that it can read behind its certain ones, at most its room."""
+
+    @property
+    def partial(self) -> Sequence[bool]:
+        """Of each, whether anything is hidden; if not, a pass computes what the target would."""
 
     def run(self, tokens: Sequence[Sequence[int]]) -> "torch.Tensor":
         """Read more tokens, in one forward pass.
@@ -88,9 +94,13 @@ class ViewRound(Protocol):
 class TargetView(Protocol):
     """The target over one view of its cache. One round at a time, over all views."""
 
-    spec: ViewSpec
-    reads: ReadFacts
-    """Whether passes pay depends on these and on the lengths of requests."""
+    @property
+    def spec(self) -> ViewSpec:
+        """What it shows."""
+
+    @property
+    def reads(self) -> ReadFacts:
+        """What a pass reads: whether it pays depends on this and on the lengths of requests."""
 
     def begin(self, requests: Sequence[RequestStep], rows: Sequence[int]) -> ViewRound:
         """Begin a round: what each request sees is fixed until it ends.

@@ -46,8 +46,8 @@ class ViewGate:
         self._max_depth = max_depth
         self._is_adaptive = is_adaptive
         self.fixed = FixedCost(view.reads)
-        # Acceptance does not fall with depth, so one rate tells of all levels. What hides nothing is
-        # the target itself.
+        # Acceptance does not fall with depth, so one rate tells of all levels. What hides nothing
+        # is the target itself.
         self._rates = {
             Kind(is_partial, is_drawn): LevelRates(0.8 if is_partial else 0.97, num_depths=1)
             for is_partial in (False, True)
