@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_spec_ext.engine.views.layer_tables import LayerTables
 from vllm_spec_ext.engine.views.page_layout import PageBudget
 from vllm_spec_ext.engine.views.page_means import KeyReader, PageMeans
-from vllm_spec_ext.engine.views.view_pass import ViewPass
+from vllm_spec_ext.engine.views.view_pass import Int32s, ViewPass
 from vllm_spec_ext.proposers.views import ViewSpec
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class PagedTarget:
         return metadata
 
     def _common(
-        self, plan: ViewPass, lengths: Any, table: torch.Tensor, slots: torch.Tensor
+        self, plan: ViewPass, lengths: Int32s, table: torch.Tensor, slots: torch.Tensor
     ) -> CommonAttentionMetadata:
         starts = np.zeros(len(plan.query_lens) + 1, np.int32)
         np.cumsum(plan.query_lens, out=starts[1:])
