@@ -358,6 +358,20 @@ def test_a_failed_pass_costs_a_draft(
     assert len(calls) > 50
 
 
+def test_reviews_and_trees_over_two_views(
+    make_engine: Any, expected_long: Any, means: Means
+) -> None:
+    """Passes of several tokens, some of which are taken back, while a tree was verified before."""
+    engine = make_engine(speculative_config={"method": "view_reviews"}, **SIZES)
+    assert tokens(run(engine, LONG)) == expected_long
+    drafter = runner_of(engine).drafter._proposer
+    whole = [outcome for outcome in drafter.outcomes if outcome.num_drafted == 4]
+    assert len(whole) > 30
+    assert {outcome.nodes for outcome in whole} == {(1, 2, 3)}
+    assert means.num_choices > 50
+    assert means.num_stale == 0
+
+
 def test_keys_lie_where_they_are_read(engines: Any) -> None:
     """The layout of this platform's kernel, which no interface of vLLM tells."""
     runner = runner_of(engines("retrieval"))
