@@ -132,11 +132,11 @@ class CacheView(BaseProposer):
         ]
         for row in rows:
             self._gate.forget(step.requests[row].request_id)  # a draft that had no outcome
-        depth = self._gate.decide(step, rows, kinds).depth
-        if not depth:
+        decision = self._gate.decide(step, rows, kinds)
+        if not decision.rows:
             return drafts
         with torch.inference_mode():
-            made, num_passes = self._draft(step, rows, depth)
+            made, num_passes = self._draft(step, decision.rows, decision.depth)
         drafts_of = dict(zip(rows, kinds, strict=True))
         for row, chain in made.items():
             drafts[row] = _as_draft(chain)

@@ -27,7 +27,8 @@ class Kind:
 class Decision:
     """What to draft in a step."""
 
-    depth: int  # passes; 0 = nothing
+    rows: Sequence[int]  # requests; none = nothing
+    depth: int  # passes
     reason: str
 
 
@@ -61,8 +62,7 @@ class ViewGate:
 
     def kind(self, request: RequestStep, is_drawn: bool) -> Kind:
         """Of a request's draft."""
-        length = len(request.token_ids)
-        return Kind(self._view.seen(length) < length, is_drawn)
+        return Kind(self._hidden(request) > 0, is_drawn)
 
     def decide(self, step: StepContext, rows: Sequence[int], kinds: Sequence[Kind]) -> Decision:
         """How many levels to draft.
@@ -78,33 +78,40 @@ class ViewGate:
             self._value.observe(num_requests, emitted, self._num_verified, self._drafting_seconds)
         self._num_verified, self._drafting_seconds = 0, 0.0
         if not rows:
-            return Decision(0, "no request has room")
+            return Decision((), 0, "no request has room")
         if not self._is_adaptive:
-            return Decision(self._max_depth, "adaptive_length is off")
+            return Decision(rows, self._max_depth, "adaptive_length is off")
         if not any(kind.is_partial for kind in kinds):
-            return Decision(0, "no request is longer than the view")
+            return Decision((), 0, "no request is longer than the view")
         prices = self._value.prices(num_requests, step.plain_seconds, step.min_probability)
-        share = self.fixed.share(num_requests, *self._tokens(step, rows))
-        seconds = None if step.plain_seconds is None else share * step.plain_seconds
-        cost = prices.in_tokens(seconds)
-        if cost is None:
-            return Decision(self._max_depth, "plain steps are not measured")
+        plain = prices.in_tokens(step.plain_seconds)
+        if plain is None:
+            return Decision(rows, self._max_depth, "plain steps are not measured")
+        paying = [
+            (row, kind)
+            for row, kind in zip(rows, kinds, strict=True)
+            if self._rates[kind].rate(0) - prices.node > plain * self._own_share(step, row)
+        ]
+        if not any(kind.is_partial for _, kind in paying):
+            paying = []
+        share = self.fixed.share(num_requests, *self._tokens(step, [row for row, _ in paying]))
         gains = [0.0] * self._max_depth
-        for row, kind in zip(rows, kinds, strict=True):
+        for row, kind in paying:
             reached = 1.0
             for level in range(min(self._max_depth, step.requests[row].room)):
                 reached *= self._rates[kind].rate(level)
                 gains[level] += reached - prices.node
-        depth, profit = profit_by_depth(gains, cost, cost)
+        depth, profit = profit_by_depth(gains, plain * share, plain * share)
         state = f"a pass takes {share:.2f} of a plain step"
         if depth:
             self._retries.pays()
-            return Decision(depth, f"{profit:.2f} tokens more; {state}")
+            return Decision([row for row, _ in paying], depth, f"{profit:.2f} tokens more; {state}")
         if self._retries.due():
             for kind in set(kinds):
                 self._rates[kind].doubt()
-            return Decision(1, f"a try; {state}")
-        return Decision(0, f"no depth pays; {state}")
+            hidden = {row: self._hidden(step.requests[row]) for row in rows}
+            return Decision([max(rows, key=hidden.__getitem__)], 1, f"a try; {state}")
+        return Decision((), 0, f"no depth pays; {state}")
 
     def drafted(
         self, step: StepContext, rows: Sequence[int], kinds: Sequence[Kind], num_passes: int
@@ -132,6 +139,16 @@ class ViewGate:
     def forget(self, request_id: str) -> None:
         """The outcome of a request's draft will not come."""
         self._pending.pop(request_id, None)
+
+    def _own_share(self, step: StepContext, row: int) -> float:
+        """What reading the KV of one request in sight takes of a plain step."""
+        total, seen = self._tokens(step, [row])
+        fixed = self.fixed.tokens(len(step.requests))
+        return seen / (fixed + total)
+
+    def _hidden(self, request: RequestStep) -> int:
+        length = len(request.token_ids)
+        return length - self._view.seen(length)
 
     def _tokens(self, step: StepContext, rows: Sequence[int]) -> tuple[int, int]:
         """KV that a plain step reads, and that a pass for these requests reads."""

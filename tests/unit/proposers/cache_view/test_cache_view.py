@@ -183,6 +183,15 @@ def test_short_requests_ride_along() -> None:
     assert view.passes == []  # nothing is hidden, so not even a try
 
 
+def test_a_request_pays_for_the_kv_that_it_shows() -> None:
+    """Beside many others that show all they have, a view of a third saves too little."""
+    others = [request(f"r{i}", 990) for i in range(7)]
+    crowded = context(request("long", 3000), *others)
+    assert not any(serve(adaptive(FakeView(sure, budget=1000)), crowded, 4, num_steps=30))
+    alone = context(request("long", 3000))
+    assert any(serve(adaptive(FakeView(sure, budget=1000)), alone, 4, num_steps=30))
+
+
 def test_what_is_rejected_is_no_longer_drafted() -> None:
     view = FakeView(sure)
     proposer = adaptive(view)
