@@ -53,19 +53,19 @@ VIEWS: dict[str, dict[str, Any]] = {
 
 # Prompts of up to eleven pages beside short ones; some begin alike.
 PAGES = [[(7 * i * i + 3 * i + turn) % 500 + 5 for i in range(360)] for turn in (1, 2)]
+LONG_PROMPTS: Any = [
+    {"prompt_token_ids": prompt}
+    for prompt in (
+        PAGES[0][:300],
+        PAGES[1][:200],
+        PAGES[0][:333],
+        PAGES[1][:9],
+        [*PAGES[0][:130], *PAGES[1][:90]],
+        PAGES[1][:160],
+    )
+]
 LONG = Scenario(
-    [{"max_tokens": n, "ignore_eos": True} for n in (30, 60, 24, 45, 60, 33)],
-    [
-        {"prompt_token_ids": prompt}  # type: ignore[list-item]
-        for prompt in (
-            PAGES[0][:300],
-            PAGES[1][:200],
-            PAGES[0][:333],
-            PAGES[1][:9],
-            [*PAGES[0][:130], *PAGES[1][:90]],
-            PAGES[1][:160],
-        )
-    ],
+    [{"max_tokens": n, "ignore_eos": True} for n in (30, 60, 24, 45, 60, 33)], LONG_PROMPTS
 )
 SIZES = {"max_model_len": 384, "max_num_seqs": 6}
 
@@ -540,7 +540,7 @@ def test_targets_whose_cache_cannot_be_seen_in_part(changes: dict[str, Any], wor
     parallel: Any = SimpleNamespace(data_parallel_size=2)
     fine: Any = SimpleNamespace(**FULL_ATTENTION)
     check_views([ViewSpec("a")], "cache_view", args, fine, parallel)
-    check_views([], "nothing", args, None, parallel)  # type: ignore[arg-type]
+    check_views([], "nothing", args, fine, parallel)
     model: Any = SimpleNamespace(**{**FULL_ATTENTION, **changes})
     with pytest.raises(UnsupportedError, match=f"cache_view runs the target .*{words}"):
         check_views([ViewSpec("a")], "cache_view", args, model, parallel)

@@ -2,7 +2,7 @@
 """The views of one engine's target."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -60,7 +60,8 @@ class ViewHost:
         if not self:
             return
         self.paged = PagedTarget(target, vllm_config, device)
-        ranks.share_models([*models, self.paged])
+        # Behind the models, where :class:`.replay.RunView` looks for it.
+        ranks.share_models([*models, cast("PagedModel", self.paged)])
         runner = self.paged if ranks.is_alone else SharedTargetPasses(ranks)
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         reads = read_facts(vllm_config, target)
