@@ -75,7 +75,7 @@ class Drafter:
         self._close_proposer: weakref.finalize[Any, Any] | None = None
         self.needs = self._proposer.needs
         self.models = ModelHost(spec_config.draft_models)
-        self.views = ViewHost(registry.load(settings.method).views(settings.options))
+        self.views = ViewHost(spec_config.cache_views)
         self.num_scratch_blocks = num_scratch_blocks(
             self.info.tree,
             self._num_draft_tokens,

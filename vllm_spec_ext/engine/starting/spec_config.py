@@ -83,6 +83,9 @@ class SpecExtConfig(SpeculativeConfig):
     draft_models: SkipValidation[tuple[Any, ...]] = ()
     """Of type DraftConfig: draft models that the method runs beside the target."""
 
+    cache_views: SkipValidation[tuple[Any, ...]] = ()
+    """Of type ViewSpec: views of its cache over which the target drafts."""
+
     def __repr__(self) -> str:
         return (
             f"SpecExtConfig(method={self.spec_ext.method!r}, "
@@ -258,6 +261,7 @@ def build_spec_config(
         target_parallel_config=target_parallel_config,
         spec_ext=settings,
         draft_models=draft_models,
+        cache_views=tuple(views),
         **parsed.vllm_options,
     )
     target_parallel_config.worker_cls = worker_class()
