@@ -26,6 +26,7 @@ from vllm_spec_ext.proposers.records import (
     TargetFacts,
     chain,
 )
+from vllm_spec_ext.proposers.views import TargetView, ViewRound, ViewSpec
 
 __all__ = [
     "EMPTY_DRAFT",
@@ -47,6 +48,9 @@ __all__ = [
     "StepContext",
     "StepOutcome",
     "TargetFacts",
+    "TargetView",
+    "ViewRound",
+    "ViewSpec",
     "chain",
     "proposer",
 ]
@@ -122,6 +126,11 @@ class BaseProposer(ABC):
     @classmethod
     def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:
         """Draft models that the engine is to run beside the target; none."""
+        return ()
+
+    @classmethod
+    def views(cls, options: MethodOptions) -> Sequence[ViewSpec]:
+        """Views of its cache over which the target is to draft for itself; none."""
         return ()
 
     def start(self, engine: EngineHandle) -> None:

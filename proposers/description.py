@@ -36,6 +36,7 @@ class ProposerInfo:
     tree: bool  # may draft branches
     best_for: str
     cost: str
+    off_on_cpus: str = ""  # why it drafts nothing on CPUs, and what makes it; empty = it does
 
 
 ProposerT = TypeVar("ProposerT", bound="type[BaseProposer]")
@@ -53,6 +54,7 @@ def proposer(
     tree: bool = False,
     best_for: str = "",
     cost: str = "",
+    off_on_cpus: str = "",
 ) -> Callable[[ProposerT], ProposerT]:
     """Class decorator that names a proposer and says what users need to know about it.
 
@@ -72,6 +74,7 @@ def proposer(
             tree=tree,
             best_for=best_for,
             cost=cost,
+            off_on_cpus=off_on_cpus,
         )
         return cls
 

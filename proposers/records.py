@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_spec_ext.proposers.models import BlockDrafter, DraftModel
+    from vllm_spec_ext.proposers.views import TargetView
 
 IntArray = NDArray[np.int32]
 Drawn = Literal["iid", "without_replacement"]
@@ -161,3 +162,5 @@ class EngineHandle:
     """The draft models that the method asked for, in its order."""
     block_drafters: "Sequence[BlockDrafter]" = ()
     """Those of them that draft a block in one pass; they are not among ``models``."""
+    views: "Sequence[TargetView]" = ()
+    """The target over the views of its cache that the method asked for, in its order."""

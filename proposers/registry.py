@@ -20,6 +20,7 @@ BUILTIN = {
     "small_model": "vllm_spec_ext.proposers.small_model:SmallModel",
     "token_tree": "vllm_spec_ext.proposers.token_tree:TokenTree",
     "cascade": "vllm_spec_ext.proposers.cascade:Cascade",
+    "cache_view": "vllm_spec_ext.proposers.cache_view:CacheView",
 }
 
 

@@ -78,6 +78,7 @@ def _test_drafters() -> Iterator[None]:
     for name in ("oracle", "noise", "fixed", "drawn", "script", "broken"):
         patch.setitem(registry.BUILTIN, name, f"drafters:{name.title()}")
     patch.setitem(registry.BUILTIN, "model_paths", "model_drafters:ModelPaths")
+    patch.setitem(registry.BUILTIN, "view_reviews", "view_drafters:ViewReviews")
     yield
     patch.undo()
 

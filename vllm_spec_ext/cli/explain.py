@@ -39,6 +39,7 @@ def schema_of(found: ProposerInfo) -> dict[str, object]:
         "lossless": found.lossless,
         "needs_checkpoint": found.needs_checkpoint,
         "tree": found.tree,
+        "off_on_cpus": found.off_on_cpus or None,
         "num_speculative_tokens": found.num_speculative_tokens,
         "options": found.options.model_json_schema(),
         "request_options": found.request_options.model_json_schema(),
@@ -70,6 +71,8 @@ def _show(found: ProposerInfo) -> None:
         console.print(f"best for: {found.best_for}")
     if found.cost:
         console.print(f"cost: {found.cost}")
+    if found.off_on_cpus:
+        console.print(f"on CPUs: {found.off_on_cpus}")
     default = found.num_speculative_tokens
     console.print(
         f"num_speculative_tokens: {'required' if default is None else f'default {default}'}\n"

@@ -393,4 +393,35 @@ FUNCTIONS: tuple[Hook, ...] = (
             ("triton_attn", "TritonAttentionImpl"),
         )
     ),
+    *(
+        Hook(
+            f"vllm.v1.attention.backends.{module}",
+            f"{name}.forward",
+            "wrapped, so that a layer chooses the pages of a view right before it attends",
+            names=("layer", "query", "key", "value", "kv_cache", "attn_metadata"),
+            type="torch.Tensor",
+            used_by="engine/views/paged_target.py: PagedTarget wraps that of layers that choose",
+        )
+        for module, name in (
+            ("cpu_attn", "CPUAttentionBackendImpl"),
+            ("flash_attn", "FlashAttentionImpl"),
+            ("triton_attn", "TritonAttentionImpl"),
+        )
+    ),
+    Hook(
+        "vllm.v1.attention.backends.cpu_attn",
+        "_get_attn_isa",
+        "how a CPU's KV cache is laid out, to read its keys",
+        names=("dtype", "block_size", "head_size", "kv_cache_dtype"),
+        exact=True,
+        type="str",
+    ),
+    Hook(
+        "vllm.utils.torch_utils",
+        "resolve_kv_cache_dtype_string",
+        "the KV cache's data type, before the engine starts",
+        names=("kv_cache_dtype", "model_config"),
+        exact=True,
+        type="str",
+    ),
 )

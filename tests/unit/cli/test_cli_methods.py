@@ -117,6 +117,16 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in shown
 
 
+def test_explain_says_what_is_off_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    explain("cache_view")
+    shown = capsys.readouterr().out
+    assert "on CPUs: there verifying several tokens costs more than reading KV" in shown
+    explain("cache_view", as_json=True)
+    assert "draft_on_cpu" in json.loads(capsys.readouterr().out)["off_on_cpus"]
+    explain("trial")
+    assert "on CPUs:" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("width", ["40", "80", "200"])
 def test_commands_can_be_pasted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: str

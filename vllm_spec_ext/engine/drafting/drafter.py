@@ -19,6 +19,7 @@ from vllm_spec_ext.engine.models.host import ModelHost
 from vllm_spec_ext.engine.starting.scratch import num_scratch_blocks
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
+from vllm_spec_ext.engine.views.view_host import ViewHost
 from vllm_spec_ext.engine.watching.shared_counters import CounterWriter
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import (
@@ -74,11 +75,12 @@ class Drafter:
         self._close_proposer: weakref.finalize[Any, Any] | None = None
         self.needs = self._proposer.needs
         self.models = ModelHost(spec_config.draft_models)
+        self.views = ViewHost(spec_config.cache_views)
         self.num_scratch_blocks = num_scratch_blocks(
             self.info.tree,
             self._num_draft_tokens,
             vllm_config.scheduler_config.max_num_seqs,
-            vllm_config.cache_config.block_size if self.models else None,
+            vllm_config.cache_config.block_size if self.models or self.views else None,
         )
         self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
         parallel = vllm_config.parallel_config
@@ -92,6 +94,8 @@ class Drafter:
         device = next(target_model.parameters()).device
         self.ranks = Ranks(get_tp_group(), device)
         self.models.load(self._vllm_config, self.ranks, target_model, device, self._counter_folder)
+        self.views.load(self._vllm_config, self.ranks, target_model, device, self.models.paged)
+        self.views.count_in(self._counter_folder, len(self.models.paged))
         self._engine = EngineHandle(
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
@@ -104,6 +108,7 @@ class Drafter:
             may_write_files=self._is_first_process,
             models=self.models.models,
             block_drafters=self.models.block_models,
+            views=self.views.views,
         )
         self._barrier = Barrier(self.info.name, self._engine.vocab_size)
         self.ranks.lead(self._start_proposer)
@@ -191,14 +196,16 @@ class Drafter:
         self._counters.add(held_back=num_requests)
 
     def blocks_change(self, scheduler_output: "SchedulerOutput", gone: Sequence[str]) -> None:
-        """Tell the draft models which KV blocks get other contents in the step to come.
+        """Tell draft models and views which KV blocks get other contents in the step to come.
 
         Args:
             scheduler_output: Of that step.
             gone: Requests that finished, were preempted, or go on with other tokens.
         """
-        if self.models and self.ranks.leads:
-            self.models.update(block_events(scheduler_output, gone, self.models.group))
+        if (self.models or self.views) and self.ranks.leads:
+            events = block_events(scheduler_output, gone, self.models.group)
+            self.models.update(events)
+            self.views.update(events)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Free the proposer's state of these requests."""

@@ -73,13 +73,16 @@ class StepDrafts:
         plain_seconds = None if self.budget is None else self.budget.plain_seconds(len(requests))
         context = StepContext(requests, hidden, allowance.min_probability, plain_seconds)
         self._log_outcomes(step, rows, new_tokens)
-        models = runner.drafter.models
-        if models:
-            models.begin_step(batch_rows(runner, step, new_tokens, models.group))
+        models, views = runner.drafter.models, runner.drafter.views
+        if models or views:
+            batch = batch_rows(runner, step, new_tokens, models.group)
+            models.begin_step(batch)
+            views.begin_step(batch)
         made = runner.drafter.draft(
             context, step.outcomes(new_tokens), known, is_shadow=allowance.is_shadow
         )
         prompt_seconds = models.end_step(any(request.room for request in requests))
+        views.end_step()
         if allowance.is_shadow:
             self._shadows.keep(requests, made)
             made = [EMPTY_DRAFT] * len(made)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many KV blocks are set aside for branches."""
+"""How many KV blocks are set aside for branches, and for drafts that leave a request's blocks."""
 
 MAX_TREES = 16  # requests that may draft branches in the same step before trees get smaller
 
@@ -7,7 +7,7 @@ MAX_TREES = 16  # requests that may draft branches in the same step before trees
 def num_scratch_blocks(
     tree: bool, num_draft_tokens: int, max_num_seqs: int, block_size: int | None = None
 ) -> int:
-    """KV blocks for the branches of draft trees, and for what draft models read ahead.
+    """KV blocks for the branches of draft trees, and for what draft models and views read ahead.
 
     A segment of a tree needs one block, two if it crosses a block border, and a tree rarely has
     more than half as many segments as nodes. A chain of a draft model leaves the blocks of its
@@ -18,7 +18,7 @@ def num_scratch_blocks(
         tree: Drafts may have branches.
         num_draft_tokens: Most draft tokens of a request.
         max_num_seqs: Most requests in a step.
-        block_size: Tokens a block, if there are draft models.
+        block_size: Tokens a block, if there are draft models or views.
     """
     few = min(max_num_seqs, MAX_TREES)
     number = few * num_draft_tokens if tree else 0

@@ -26,6 +26,7 @@ from vllm_spec_ext.engine.starting.limits import (
     worker_class,
 )
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
+from vllm_spec_ext.engine.views.view_checks import check_views
 from vllm_spec_ext.engine.watching.metrics import publish
 from vllm_spec_ext.engine.watching.shared_counters import make_folder
 from vllm_spec_ext.errors import SpecExtError
@@ -81,6 +82,9 @@ class SpecExtConfig(SpeculativeConfig):
 
     draft_models: SkipValidation[tuple[Any, ...]] = ()
     """Of type DraftConfig: draft models that the method runs beside the target."""
+
+    cache_views: SkipValidation[tuple[Any, ...]] = ()
+    """Of type ViewSpec: views of its cache over which the target drafts."""
 
     def __repr__(self) -> str:
         return (
@@ -228,6 +232,8 @@ def build_spec_config(
     )
     proposer = registry.load(method)
     proposer.check(parsed.options, facts)
+    views = proposer.views(parsed.options)
+    check_views(views, method, engine_args, target_model_config, target_parallel_config)
     draft_models = draft_configs(
         proposer.models(parsed.options), target_model_config, target_parallel_config
     )
@@ -255,11 +261,12 @@ def build_spec_config(
         target_parallel_config=target_parallel_config,
         spec_ext=settings,
         draft_models=draft_models,
+        cache_views=tuple(views),
         **parsed.vllm_options,
     )
     target_parallel_config.worker_cls = worker_class()
     install_request_validation()
     rule = "exact" if settings.lossless else str(settings.rule)
-    names = [model.name for model in draft_models]
+    names = [*(model.name for model in draft_models), *(view.name for view in views)]
     publish(settings.method, rule, settings.counter_folder, names)
     return result

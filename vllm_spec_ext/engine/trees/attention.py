@@ -144,6 +144,10 @@ class TreeAttention:
             table = batch.block_table[0].block_table.np
             self.begin(build_plan(requests, table, self.block_size, self.scratch))
 
+    def end_step(self) -> None:
+        """The tree is verified: passes of the target between steps have nothing to do with it."""
+        self.plan, self._shared = None, None
+
     def commit(self, walk: Walk) -> None:
         """Put the accepted tokens' KV in its place, before anything counts as computed."""
         assert self.plan is not None

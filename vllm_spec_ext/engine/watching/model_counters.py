@@ -10,8 +10,8 @@ import numpy as np
 logger = logging.getLogger("vllm.spec_ext")
 
 MODEL_COUNTERS = {
-    "draft_model_forwards": "Forward passes of a draft model.",
-    "draft_model_rows": "Tokens that a draft model read in them.",
+    "draft_model_forwards": "Forward passes of a draft model, or of the target over a view.",
+    "draft_model_rows": "Tokens that were read in them.",
     "draft_model_seconds": "Time of these passes.",
 }
 

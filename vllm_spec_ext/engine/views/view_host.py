@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The views of one engine's target."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from vllm_spec_ext.engine.drafting.ranks import Ranks
+from vllm_spec_ext.engine.models.batch_events import BlockEvents
+from vllm_spec_ext.engine.models.hosted_model import BatchRow
+from vllm_spec_ext.engine.models.memory_check import block_bytes, weight_bytes
+from vllm_spec_ext.engine.views.paged_target import PagedTarget
+from vllm_spec_ext.engine.views.replay import SharedTargetPasses
+from vllm_spec_ext.engine.views.target_view import HostedView
+from vllm_spec_ext.engine.views.view_books import ViewBooks
+from vllm_spec_ext.engine.watching.model_counters import ModelCounterWriter
+from vllm_spec_ext.proposers.views import ReadFacts, ViewSpec
+
+if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
+
+    from vllm_spec_ext.engine.models.paged_model import PagedModel
+
+
+class ViewHost:
+    """Owned by the drafter. All ranks run the passes; rank 0 alone keeps books and decides."""
+
+    paged: PagedTarget
+
+    def __init__(self, specs: Sequence[ViewSpec]) -> None:
+        """Without a target; :meth:`load` brings it."""
+        self.specs = tuple(specs)
+        self.views: list[HostedView] = []
+        self.books = ViewBooks()
+        self._counters: list[ModelCounterWriter] = []
+        self._replica = 0
+        self._block_size = 1
+
+    def __bool__(self) -> bool:
+        return bool(self.specs)
+
+    def load(
+        self,
+        vllm_config: "VllmConfig",
+        ranks: Ranks,
+        target: torch.nn.Module,
+        device: torch.device,
+        models: "Sequence[PagedModel]",
+    ) -> None:
+        """Take the target, on every rank, once in the life of an engine.
+
+        Args:
+            vllm_config: The engine's.
+            ranks: The workers that run the target together.
+            target: With its weights.
+            device: Of these.
+            models: Draft models, which the ranks run together, too.
+        """
+        if not self:
+            return
+        self.paged = PagedTarget(target, vllm_config, device)
+        # Behind the models, where :class:`.replay.RunView` looks for it.
+        ranks.share_models([*models, cast("PagedModel", self.paged)])
+        runner = self.paged if ranks.is_alone else SharedTargetPasses(ranks)
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        reads = read_facts(vllm_config, target)
+        for index, spec in enumerate(self.specs):
+            view = HostedView(spec, index, runner, self.books, max_num_seqs)
+            view.reads = reads
+            self.views.append(view)
+        self._replica = vllm_config.parallel_config.data_parallel_index
+        self._block_size = vllm_config.cache_config.block_size
+
+    def count_in(self, folder: str | None, first: int) -> None:
+        """Count passes for the front end.
+
+        Args:
+            folder: Of the engine's counters; None = nowhere.
+            first: Draft models that are counted before the views.
+        """
+        self._counters = [
+            ModelCounterWriter(folder, self._replica, first + index)
+            for index in range(len(self.views))
+        ]
+
+    def without_means(self, num_bytes: int) -> int:
+        """What is left of memory for KV when page means take their part of it."""
+        if not any(spec.kind == "retrieval" for spec in self.specs):
+            return num_bytes
+        rows = 2 * self._block_size  # keys and values of a block; its mean is one key
+        return num_bytes * rows // (rows + 1)
+
+    def bind(self, num_blocks: int, block_size: int, spill: range, **caches: Any) -> None:
+        """Use these KV blocks from now on.
+
+        Args:
+            num_blocks: Of the requests.
+            block_size: Tokens a block.
+            spill: Blocks that belong to no request.
+            caches: Of :meth:`.paged_target.PagedTarget.bind`.
+        """
+        self.books.bind(num_blocks, block_size, spill)
+        self.paged.bind(self.specs, block_size=block_size, **caches)
+
+    def update(self, events: BlockEvents) -> None:
+        """Blocks change hands, before a step runs."""
+        if not self:
+            return
+        for view in self.views:
+            view.forget(events.gone)
+        self.books.update(events)
+
+    def begin_step(self, rows: Sequence[BatchRow]) -> None:
+        """The target ran these rows, and drafting begins."""
+        self.books.begin_step(rows)
+
+    def end_step(self) -> None:
+        """Drafting is over; spill blocks are free again."""
+        self.books.end_step()
+        for view, counter in zip(self.views, self._counters, strict=True):
+            counter.show(view.counts.forwards, view.counts.rows, view.counts.seconds)
+
+
+def read_facts(vllm_config: "VllmConfig", target: torch.nn.Module) -> ReadFacts:
+    """What a pass of the target reads, on one rank."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    # On CPUs weights are packed when they are loaded, and the module's own are empty.
+    loaded = sum(weight.numel() * weight.element_size() for weight in target.parameters())
+    on_disk = weight_bytes(model.model) // parallel.tensor_parallel_size
+    return ReadFacts(max(1, loaded, on_disk), max(1, block_bytes(model, parallel, 1)))
