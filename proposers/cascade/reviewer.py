@@ -135,6 +135,8 @@ class _HostedRound:
                 continue
             if place in later:
                 found[place] = self._model.read_logits(trunk)
+            elif len(tokens[place]) == 1:  # the root alone
+                found[place] = self._model.logits([trunk])
             else:  # the root's row comes with the chunk's
                 rows = [self._model.all_logits(trunk), self._model.logits([trunk])]
                 found[place] = torch.cat(rows)

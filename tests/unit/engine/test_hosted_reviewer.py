@@ -5,10 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
+from fake_model import request
 from paged_toy import VOCAB, ToyModel
 from toy_simulation import BLOCK, BLOCKS, SCRATCH, Drafts, Floats, Simulation
 
-from vllm_spec_ext.engine.models.hosted_model import HostedModel
+from vllm_spec_ext.engine.models.forward_pass import ForwardPass
+from vllm_spec_ext.engine.models.hosted_model import BatchRow, HostedModel
 from vllm_spec_ext.proposers.cascade.reviewer import HostedReviewer, ReviewRound
 from vllm_spec_ext.proposers.records import RequestStep
 
@@ -89,3 +92,26 @@ def test_every_row_equals_a_dense_computation(seed: int) -> None:
     assert simulation.num_lost > 0
     assert simulation.num_anew > 5
     assert simulation.scheduler.num_hits > 20
+
+
+def test_rows_of_a_root_alone_are_on_the_models_device() -> None:
+    """torch's meta device refuses to be mixed, as a GPU would."""
+
+    class OnDevice(ToyModel):
+        def forward(self, plan: ForwardPass) -> torch.Tensor:
+            return super().forward(plan).to("meta")
+
+    toy = OnDevice(1, 16, BLOCK)
+    model = HostedModel("toy", toy, num_ids=VOCAB, vocab_size=VOCAB, max_model_len=48, max_rows=40)
+    model.bind(8, BLOCK, range(8, 16))
+    text = [1, 2, 3]
+    model.begin_step([BatchRow("a", np.arange(1, 4), np.array(text, np.int32), False)])
+    (trunk,) = model.sync([request(text)], [0], [[]])
+    assert trunk is not None
+    nothing = model.all_logits(trunk)
+    assert nothing.shape == (0, VOCAB)
+    assert nothing.device.type == "meta"
+    (rows,) = HostedReviewer(model).begin([request(text)], [0], [6]).run([[3]])
+    assert rows is not None
+    assert rows.shape == (1, VOCAB)
+    assert rows.device.type == "meta"

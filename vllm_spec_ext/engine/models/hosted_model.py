@@ -290,7 +290,8 @@ class HostedModel:
         if branch.rows is not None:
             tensor, first = branch.rows
             rows += [(tensor, first + i) for i in range(branch.length - branch.start - 1)]
-        return self._gather(rows[: branch.length - branch.start])
+        # Cut afterwards, so that no rows at all are on the model's device, too.
+        return self._gather(rows)[: branch.length - branch.start]
 
     def read_logits(self, branch: Branch) -> "torch.Tensor":
         """See :meth:`vllm_spec_ext.proposers.models.DraftModel.read_logits`."""
