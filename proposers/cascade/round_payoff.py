@@ -57,20 +57,10 @@ class RoundPayoff:
         """
         self._reviewers = reviewers
         self._max_depth = max_depth
+        self._chunks = chunks
         self._rates: dict[Kind, LevelRates] = {}
-        self._length = {flag: float(max_depth) for flag in (True, False)}
-        # Until it is measured: half of each chunk is accepted where there are guesses.
-        self._rounds = {
-            flag: {
-                level: _Rounds(
-                    max(1.0, max_depth / (1.0 + (size / 2 if flag else 0.0))),
-                    1.0 + (size if flag else 0.0),
-                )
-                for level, size in chunks.items()
-            }
-            for flag in (True, False)
-        }
         self._retries = Retries()
+        self._begin_anew()
 
     def plan(
         self, kinds: Mapping[int, Kind], unread: Mapping[int, int], prices: StepPrices
@@ -99,10 +89,12 @@ class RoundPayoff:
         if best_rows:
             self._retries.pays()
             return Plan(best_rows, best_depth)
-        if not self._could_pay([kinds[row] for row in everything], prices):
+        if not self._could_pay(len(everything), prices):
             return Plan([], 0)
         if not self._retries.due():
             return Plan([], 0)
+        # Rounds change only when one runs, so what is known of them may be of another text.
+        self._begin_anew()
         for rates in self._rates.values():
             rates.doubt()
         # One that a method has a guess for tells most.
@@ -136,6 +128,18 @@ class RoundPayoff:
         for depth in range(min(max(num_drafted, 1), num_accepted + 1)):
             rates.observe(depth, depth < num_accepted)
 
+    def _begin_anew(self) -> None:
+        """Suppose what is usual until it is measured: half of each chunk of guesses is accepted."""
+        self._length = {flag: float(self._max_depth) for flag in (True, False)}
+        self._rounds = {
+            True: {level: self._served(size / 2, size) for level, size in self._chunks.items()},
+            False: {level: self._served(0.0, 0) for level in self._chunks},
+        }
+
+    def _served(self, num_accepted: float, num_read: int) -> _Rounds:
+        """Rounds in which each pass has so many tokens accepted, and reads so many, and the root."""
+        return _Rounds(max(1.0, self._max_depth / (1.0 + num_accepted)), 1.0 + num_read)
+
     def _rates_of(self, kind: Kind) -> LevelRates:
         return self._rates.setdefault(kind, LevelRates())
 
@@ -147,25 +151,44 @@ class RoundPayoff:
             for depth in range(self._max_depth):
                 path *= rates.rate(depth)
                 gains[depth] += number * max(0.0, path - prices.node)
-        return self._after_costs(gains, kinds, prices)
+        flag = all(kind.is_guessed for kind in kinds)
+        return self._after_costs(
+            gains, len(kinds), prices, self._rounds[flag], max(1.0, self._length[flag] - 1.0)
+        )
 
-    def _could_pay(self, kinds: Sequence[Kind], prices: StepPrices) -> bool:
-        gains = [len(kinds) * max(0.0, 1.0 - prices.node)] * self._max_depth
-        return self._after_costs(gains, kinds, prices)[1] > 0.0
+    def _could_pay(self, num_requests: int, prices: StepPrices) -> bool:
+        """Whether it would pay if all were accepted, by the reviewers as by the target."""
+        gains = [num_requests * max(0.0, 1.0 - prices.node)] * self._max_depth
+        rounds = {level: self._served(size, size) for level, size in self._chunks.items()}
+        behind = max(1.0, self._max_depth - 1.0)
+        return self._after_costs(gains, num_requests, prices, rounds, behind)[1] > 0.0
 
     def _after_costs(
-        self, gains: Sequence[float], kinds: Sequence[Kind], prices: StepPrices
+        self,
+        gains: Sequence[float],
+        num_requests: int,
+        prices: StepPrices,
+        rounds: Mapping[int, _Rounds],
+        behind: float,
     ) -> tuple[int, float]:
-        flag = all(kind.is_guessed for kind in kinds)
+        """Best depth, and the tokens that it earns after these rounds.
+
+        Args:
+            gains: [max_depth] tokens that each depth adds.
+            num_requests: Of the round.
+            prices: Of the step.
+            rounds: By level.
+            behind: Tokens of such a draft behind its first one.
+        """
         first = further = 0.0
-        for level, known in self._rounds[flag].items():
-            seconds = self._reviewers[level].forward_seconds(max(1, round(len(kinds) * known.rows)))
+        for level, known in rounds.items():
+            rows = max(1, round(num_requests * known.rows))
+            seconds = self._reviewers[level].forward_seconds(rows)
             price = prices.in_tokens(seconds)
             if price is None:  # nothing is held back
                 depth = sum(gain > 0.0 for gain in gains)
                 return depth, math.inf if depth else 0.0
             # approximation: passes grow evenly with the length of the draft behind its first token.
             first += price * min(1.0, known.passes)
-            behind = max(1.0, self._length[flag] - 1.0)
             further += price * max(0.0, known.passes - 1.0) / behind
         return profit_by_depth(gains, first, further)

@@ -31,12 +31,16 @@ def _guesses(monkeypatch: pytest.MonkeyPatch) -> None:
 class Served:
     """A cascade with one model and a greedy target that follows a law."""
 
-    def __init__(self, seconds: Callable[[int], float] | None, law: Law = TARGET) -> None:
-        self.model = ReviewedModel(law, VOCAB, seconds=seconds, max_model_len=10**6)
-        levels = [{"method": "guess"}, {"model": "m", "reviews": 4}]
+    def __init__(self, seconds: Callable[[int], float] | None, *laws: Law, reviews: int = 4) -> None:
+        self.models = [
+            ReviewedModel(law, VOCAB, seconds=seconds, max_model_len=10**6)
+            for law in laws or (TARGET,)
+        ]
+        self.model = self.models[0]
+        levels = [{"method": "guess"}, *({"model": "m", "reviews": reviews} for _ in self.models)]
         options = parse_options(Cascade.info.options, {"levels": levels}, "cascade")
         self.cascade = Cascade(options)
-        self.cascade.start(engine(self.model, num_speculative_tokens=8))
+        self.cascade.start(engine(*self.models, num_speculative_tokens=8))
         self.text = [1, 2, 3]
         self.num_new = 1
 
@@ -91,6 +95,17 @@ def test_a_wrong_model_is_stopped_and_tried_seldom() -> None:
     assert served.run(50, plain_seconds=1.0) > 4.0
 
 
+def test_rounds_of_bad_text_are_not_held_against_good_text() -> None:
+    """Two models: while the first is wrong a round takes more passes than could ever pay."""
+    served = Served(lambda n: 0.6, WRONG, TARGET, reviews=6)
+    served.run(300, plain_seconds=1.0)
+    served.models[0].law = TARGET
+    before = served.model.num_passes
+    served.run(1500, plain_seconds=1.0)
+    assert served.model.num_passes > before
+    assert served.run(50, plain_seconds=1.0) > 4.0
+
+
 def test_verification_that_costs_too_much_stops_it() -> None:
     served = Served(lambda n: 0.01)
     assert served.run(30, plain_seconds=1.0, min_probability=1.0) == 1.0
@@ -120,3 +135,4 @@ def test_drawn_drafts_are_limited_by_what_is_known_before_the_draw() -> None:
         outcomes = [StepOutcome(str(i), len(draft), 1) for i, draft in enumerate(drafts)]
         served.cascade.observe([outcome for outcome in outcomes if outcome.num_drafted])
     assert len({len(draft) for draft in drafts}) == 1
+    assert len(drafts[0]) > 0
