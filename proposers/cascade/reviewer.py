@@ -110,6 +110,7 @@ class _HostedRound:
         self._rows = rows
         self._trunks: list[Branch | None] = [None] * len(rows)
         self._is_begun = [False] * len(rows)
+        self._starts = [0] * len(rows)  # length of each trunk without its root
 
     def run(self, tokens: Sequence[Sequence[int]]) -> "list[torch.Tensor | None]":
         """See :meth:`ReviewRound.run`; requests that begin and others take a pass each."""
@@ -124,6 +125,9 @@ class _HostedRound:
             trunks = self._model.sync(self._requests, rows, suffixes)
             for place, trunk in zip(first, trunks, strict=True):
                 self._trunks[place], self._is_begun[place] = trunk, True
+                if trunk is not None:
+                    # An EAGLE-3 head reads each token with the state before it: one token fewer.
+                    self._starts[place] = trunk.length - len(tokens[place])
         going = [(trunk, place) for place in later if (trunk := self._trunks[place]) is not None]
         if going:
             self._model.extend([trunk for trunk, _ in going], [tokens[place] for _, place in going])
@@ -144,10 +148,10 @@ class _HostedRound:
 
     def keep(self, counts: Sequence[int]) -> None:
         """See :meth:`ReviewRound.keep`."""
-        for place, (row, trunk) in enumerate(zip(self._rows, self._trunks, strict=True)):
+        for place, trunk in enumerate(self._trunks):
             if trunk is None or not trunk.alive:
                 continue
-            length = len(self._requests[row].token_ids) - 1 + counts[place]
+            length = self._starts[place] + counts[place]
             if not counts[place]:
                 # The root is no draft, so it is not taken back; a new trunk reads it again.
                 self._trunks[place], self._is_begun[place] = None, False

@@ -21,6 +21,7 @@ from vllm_spec_ext.engine.models.hosted_model import BatchRow, HostedModel
 from vllm_spec_ext.engine.models.target_states import layers_by_model, pick, state_rows
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.errors import UnsupportedError
+from vllm_spec_ext.proposers.cascade.reviewer import HostedReviewer
 from vllm_spec_ext.proposers.models import Branch
 from vllm_spec_ext.proposers.records import RequestStep
 from vllm_spec_ext.scorers.walk.tree import Walk
@@ -221,6 +222,26 @@ def test_branches_die_without_room_and_rewinds_keep_their_outputs() -> None:
     assert again is not None
     with pytest.raises(ValueError, match="at least one token"):
         model.extend([again], [[]])
+
+
+def test_as_a_level_it_is_taken_back_to_what_stands() -> None:
+    """Its trunk has one token fewer than the request."""
+    toy = ToyHead(1, BLOCKS + 2, BLOCK)
+    model = head_model(toy, scratch=2)
+    tokens = [1, 2, 3, 4, 5]
+    toy.target_rows = {row: np.ones(6) for row in range(9)}
+    model.begin_step([batch_row(tokens, 0, [5, 6])])
+    asked = request_step([9, *tokens])
+    found: list[torch.Tensor | None] = []
+    for first, kept, more in (([5, 7, 8], 2, [10]), ([5, 7], 2, [10])):
+        review = HostedReviewer(model).begin([asked], [0], [6])
+        review.run([first])
+        review.keep([kept])
+        found += review.run([more])
+    taken_back, straight = found
+    assert taken_back is not None
+    assert straight is not None
+    assert torch.allclose(taken_back, straight)
 
 
 def test_rows_of_the_target_whose_tokens_are_certain() -> None:
