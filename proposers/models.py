@@ -122,10 +122,10 @@ class DraftModel(Protocol):
 
     def read_logits(self, branch: Branch) -> "torch.Tensor":
         """[n, vocab_size] float32: behind each token that its last ``extend`` read and that still
-        stands; known behind any rewind.
+        stands.
 
         Raises:
-            ValueError: The branch was not extended since it was forked or rewound.
+            ValueError: None of these stands, or the branch was not extended since it was forked.
         """
 
     def forward_seconds(self, num_rows: int) -> float | None:
