@@ -137,7 +137,7 @@ class RoundPayoff:
         }
 
     def _served(self, num_accepted: float, num_read: int) -> _Rounds:
-        """Rounds in which each pass has so many tokens accepted, and reads so many, and the root."""
+        """Rounds whose passes each read a root and a chunk, of which so much is accepted."""
         return _Rounds(max(1.0, self._max_depth / (1.0 + num_accepted)), 1.0 + num_read)
 
     def _rates_of(self, kind: Kind) -> LevelRates:

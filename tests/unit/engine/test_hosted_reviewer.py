@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from fake_model import request
+from fake_model import request as request_step
 from paged_toy import VOCAB, ToyModel
 from toy_simulation import BLOCK, BLOCKS, SCRATCH, Drafts, Floats, Simulation
 
@@ -106,12 +106,12 @@ def test_rows_of_a_root_alone_are_on_the_models_device() -> None:
     model.bind(8, BLOCK, range(8, 16))
     text = [1, 2, 3]
     model.begin_step([BatchRow("a", np.arange(1, 4), np.array(text, np.int32), False)])
-    (trunk,) = model.sync([request(text)], [0], [[]])
+    (trunk,) = model.sync([request_step(text)], [0], [[]])
     assert trunk is not None
     nothing = model.all_logits(trunk)
     assert nothing.shape == (0, VOCAB)
     assert nothing.device.type == "meta"
-    (rows,) = HostedReviewer(model).begin([request(text)], [0], [6]).run([[3]])
+    (rows,) = HostedReviewer(model).begin([request_step(text)], [0], [6]).run([[3]])
     assert rows is not None
     assert rows.shape == (1, VOCAB)
     assert rows.device.type == "meta"

@@ -31,7 +31,9 @@ def _guesses(monkeypatch: pytest.MonkeyPatch) -> None:
 class Served:
     """A cascade with one model and a greedy target that follows a law."""
 
-    def __init__(self, seconds: Callable[[int], float] | None, *laws: Law, reviews: int = 4) -> None:
+    def __init__(
+        self, seconds: Callable[[int], float] | None, *laws: Law, reviews: int = 4
+    ) -> None:
         self.models = [
             ReviewedModel(law, VOCAB, seconds=seconds, max_model_len=10**6)
             for law in laws or (TARGET,)
