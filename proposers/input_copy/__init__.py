@@ -173,13 +173,13 @@ class InputCopy(BaseProposer):
                 return self._sayable(copy.source[end : end + most])
         max_ngram = self.options.max_ngram
         suffix = np.concatenate([copy.output_index.tokens[-max_ngram:], added])[-max_ngram:]
-        match = copy.source_index.longest(suffix, max_ngram, need_all=True)
+        lost_at = copy.lost_at if copy.cursor == _LOST else copy.cursor
+        match = copy.source_index.longest(suffix, max_ngram, hint=max(lost_at, 0), need_all=True)
         own = copy.output_index.longest(suffix, max_ngram, own=not len(added))
         least = max(self.options.min_ngram, self.options.output_min_ngram, match.length + 1)
         if self.options.also_output and own.length >= least:
             return np.array(copy.output[own.latest : own.latest + most], np.int32)
         if match.length >= self.options.min_ngram:
-            lost_at = copy.lost_at if copy.cursor == _LOST else copy.cursor
             position = self._choose(match, lost_at)
             if position != NO_POSITION:
                 return self._sayable(copy.source[position : position + most])

@@ -88,6 +88,14 @@ def test_a_replaced_token_of_a_copy() -> None:
     assert method.continue_from("a", [45, 46], 9).tolist() == []
 
 
+def test_of_several_places_the_next_one_is_copied() -> None:
+    """As after verification: the first place behind the one that was being copied."""
+    method = started("input_copy")
+    prompt = [7, 8, 20, 21, *range(30, 40), 7, 8, 22, 23]
+    method.propose(step(asked([*prompt, 30, 31, 32], len(prompt))))
+    assert method.continue_from("a", [7, 8], 2).tolist() == [22, 23]
+
+
 def test_a_lookup_prefers_the_longest_and_latest_and_repeats_itself() -> None:
     method = started("ngram")
     text = [1, 2, 3, 9, 2, 3, 4, 2, 3]
