@@ -119,7 +119,8 @@ class Writer:
             return False
         start = len(self.text)
         found = yield from self._below(level, rung.reviews, most - 1)
-        if not found and rung.reviews and not rung.alone:
+        # With room for one token the levels below were not asked.
+        if not found and most > 1 and rung.reviews and not rung.alone:
             return False
         verdict = yield Review(level, start)
         if verdict is None:
