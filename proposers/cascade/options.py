@@ -85,6 +85,11 @@ class MethodLevel(Options):
                 f"level {self.method} runs a model by itself, and a level is either a model or a "
                 'method without one; write the level {"model": ...}'
             )
+        if proposer.views(options):
+            raise SpecExtError(
+                f"level {self.method} drafts with the target over a view of its cache, and a level "
+                "has no target; use it as a method by itself"
+            )
         return options
 
 
@@ -98,8 +103,9 @@ class ModelLevel(Options):
     """How its weights are quantized, as vLLM's option; ``null`` as its files say."""
 
     reviews: Tokens | list[Tokens] | None = None
-    """Tokens that the next level below writes for one review; or a list, of that level, of the
-    level below that, and so on. 0 or ``[]``: it reviews nothing and drafts token by token."""
+    """Tokens that the next level below writes for one review, 8 by default; where that is a method,
+    the other methods are asked for what it leaves. Or a list, of that level, of the level below
+    that, and so on. 0 or ``[]``: it reviews nothing and drafts token by token."""
 
     lenience: float | None = Field(default=None, gt=0.0, le=1.0)
     """As the cascade's ``lenience``, of this level alone."""
@@ -158,8 +164,9 @@ class CascadeOptions(MethodOptions):
 
     tokens: list[Tokens] | None = None
     """Tokens of a draft by level, the last level's first: ``[13, 10]`` lets the last level write
-    (and review) 13, and the level below it 10 more, which nobody reviews before the target. By
-    default the last level writes all."""
+    (and review) 13, and the level below it 10 more, which nobody reviews before the target. A
+    review ends where it ends, so a model may write more than its number, and the levels below it
+    fewer. By default the last level writes all."""
 
     lenience: float = Field(default=1.0, gt=0.0, le=1.0)
     """Between levels a chosen token stands if it has at least this share of the likeliest token's
@@ -226,11 +233,14 @@ class CascadeOptions(MethodOptions):
         level = self.levels[number]
         if not isinstance(level, ModelLevel) or level.reviews == 0:
             return []
-        if level.reviews is None:
-            # Several methods: where one has nothing the next one is asked.
-            num_methods = sum(isinstance(other, MethodLevel) for other in self.levels)
-            return [DEFAULT_REVIEW] * (num_methods if number == num_methods else min(number, 1))
-        return [level.reviews] if isinstance(level.reviews, int) else list(level.reviews)
+        if isinstance(level.reviews, list):
+            return list(level.reviews)
+        if level.reviews is None and number == 0:
+            return []
+        wanted = DEFAULT_REVIEW if level.reviews is None else level.reviews
+        # Several methods: with 0 more, each is asked only where those above it wrote too little.
+        num_methods = sum(isinstance(other, MethodLevel) for other in self.levels)
+        return [wanted] + [0] * (num_methods - 1 if number == num_methods else 0)
 
     def lenience_of(self, number: int) -> float:
         """Of a model."""

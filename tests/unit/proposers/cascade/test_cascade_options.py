@@ -38,7 +38,9 @@ def test_levels_are_read() -> None:
 
 def test_numbers_of_levels() -> None:
     two = parsed(levels=[{"method": "ngram"}, COPY, SMALL, {**BASE, "reviews": [2, 3]}])
-    assert two.reviews(2) == [8, 8]  # where one method has nothing the other one is asked
+    assert two.reviews(2) == [8, 0]  # where one method has nothing the other one is asked
+    own = parsed(levels=[{"method": "ngram"}, COPY, {**SMALL, "reviews": 5}, BASE])
+    assert [own.reviews(number) for number in (2, 3)] == [[5, 0], [8]]
     assert two.reviews(3) == [2, 3]
     alone = parsed(levels=[SMALL, {**BASE, "reviews": 0}], tokens=[2, 4], lenience=0.5)
     assert alone.reviews(0) == alone.reviews(1) == []
@@ -86,6 +88,7 @@ def test_cs_drafting() -> None:
             "runs a model by itself",
         ),
         ({"levels": [{"method": "nar", "options": {"model": "m"}}, SMALL]}, "runs a model"),
+        ({"levels": [{"method": "cache_view"}, SMALL]}, "a view of its cache"),
         ({"levels": [{"method": "adaptive_ngram", "tree": True}, SMALL]}, "tree=True"),
         ({"levels": [{**COPY, "min_ngrm": 2}, SMALL]}, "Did you mean 'min_ngram'?"),
         ({"levels": [{**COPY, "min_ngram": 0}, SMALL]}, "min_ngram"),
