@@ -129,6 +129,7 @@ class TargetFacts:
     num_speculative_tokens: int
     load_tokenizer: Callable[[], object | None]  # as of EngineHandle
     share_unsalted: bool = True  # requests without a cache_salt are of one share group
+    is_level: bool = False  # as of EngineHandle
 
 
 @dataclass(frozen=True)
@@ -162,5 +163,7 @@ class EngineHandle:
     """The draft models that the method asked for, in its order."""
     block_drafters: "Sequence[BlockDrafter]" = ()
     """Those of them that draft a block in one pass; they are not among ``models``."""
+    is_level: bool = False
+    """The method is a level of a cascade: it may be asked for more tokens than it can draft."""
     views: "Sequence[TargetView]" = ()
     """The target over the views of its cache that the method asked for, in its order."""

@@ -86,7 +86,9 @@ class Blockwise(BaseProposer):
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
-            num_draft_tokens=None if asked.tree else target.num_speculative_tokens,
+            num_draft_tokens=None
+            if asked.tree or target.is_level
+            else target.num_speculative_tokens,
         )
 
     def start(self, engine: EngineHandle) -> None:
@@ -112,7 +114,9 @@ class Blockwise(BaseProposer):
             vocab_size=engine.vocab_size,
             fingerprint=None if tokenizer is None else tokenizer_fingerprint(tokenizer),
             # A tree's budget counts nodes, so there it does not bound the depth.
-            num_draft_tokens=None if self._options.tree else engine.num_speculative_tokens,
+            num_draft_tokens=None
+            if self._options.tree or engine.is_level
+            else engine.num_speculative_tokens,
         )
         self._embed: Any = without_adapters(engine.target, "embed_input_ids")
         if self._embed is None and (config.condition_on_next or config.copy_match):

@@ -101,7 +101,7 @@ class Cascade(BaseProposer):
         """What the methods of the levels check; raises SpecExtError."""
         for level in cast(CascadeOptions, options).levels:
             if isinstance(level, MethodLevel):
-                level.proposer().check(level.parsed(), target)
+                level.proposer().check(level.parsed(), replace(target, is_level=True))
 
     @classmethod
     def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:
@@ -142,8 +142,8 @@ class Cascade(BaseProposer):
 
         options = self._options
         for one in self._proposers:
-            one.start(replace(engine, models=(), block_drafters=()))
-        self._methods = [Method(one) for one in self._proposers]
+            one.start(replace(engine, models=(), block_drafters=(), is_level=True))
+        self._methods = [Method(one, engine.vocab_size) for one in self._proposers]
         self._reviewers = dict(enumerate(reviewers, self._num_methods))
         self._lenience = {level: options.lenience_of(level) for level in self._reviewers}
         self._rungs = [
@@ -181,7 +181,7 @@ class Cascade(BaseProposer):
                 drafts[task.row] = self._draft(task.text, task.chance is not None)
                 if len(task.text):
                     self._waiting[request.request_id] = _Waiting(kind, task.text.tokens)
-                elif any(task.text.read):
+                elif task.was_served:
                     self._payoff.verified(kind, 0, 0)
         return drafts
 

@@ -23,6 +23,7 @@ class Task:
     writing: Writing
     chance: Chance | None  # None: tokens are chosen
     review: Review | None = None  # that it waits for
+    was_served: bool = False  # by a pass
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def run_round(
         verdicts = _judge(requests, tasks, found, lenience[level])
         for task, waits, verdict in zip(tasks, waiting, verdicts, strict=True):
             if waits:
+                task.was_served |= verdict is not None
                 _go_on(task, verdict)
 
 

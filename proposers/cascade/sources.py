@@ -30,6 +30,7 @@ class Source:
     tokens: list[int]  # its draft's first path
     drawn_from: list[Distribution]
     continues: Continues | None
+    vocab_size: int  # of the target
     num_judged: int = 0
     num_accepted: int = 0
 
@@ -53,7 +54,7 @@ class Source:
         if self.continues is None:
             return [], []
         found = self.continues.continue_from(self.request_id, written, most)
-        tokens = [int(token) for token in found[:most]]
+        tokens = sayable([int(token) for token in found[:most]], self.vocab_size)
         return tokens, [None] * len(tokens)
 
     def judged(self, text: Sequence[int], rejected: int | None = None) -> None:
@@ -91,9 +92,10 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 class Method:
     """One method as a level; lives as long as the engine."""
 
-    def __init__(self, proposer: BaseProposer) -> None:
-        """Use a proposer that was started, or will be."""
+    def __init__(self, proposer: BaseProposer, vocab_size: int) -> None:
+        """Use a proposer that was started, or will be, with a target of this vocabulary."""
         self.proposer = proposer
+        self._vocab_size = vocab_size
         self.name = proposer.info.name
         self._continues = proposer if isinstance(proposer, Continues) else None
         self._waiting: dict[str, Source] = {}
@@ -148,12 +150,18 @@ class Method:
         return replace(request, options=schema(**common))
 
     def _source(self, request: RequestStep, draft: Draft) -> Source:
-        length = first_path(draft)
-        tokens = draft.tokens[:length].tolist()
+        tokens = sayable(draft.tokens[: first_path(draft)].tolist(), self._vocab_size)
+        length = len(tokens)
         drawn: list[Distribution] = [None] * length
         if draft.probs is not None:
             drawn = list(draft.probs[:length])
-        return Source(request.request_id, tokens, drawn, self._continues)
+        return Source(request.request_id, tokens, drawn, self._continues, self._vocab_size)
+
+
+def sayable(tokens: list[int], vocab_size: int) -> list[int]:
+    """The tokens before the first one that no model can say; prompts may have such."""
+    end = next((i for i, token in enumerate(tokens) if token >= vocab_size), len(tokens))
+    return tokens[:end]
 
 
 def first_path(draft: Draft) -> int:

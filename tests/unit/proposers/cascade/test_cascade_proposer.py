@@ -13,7 +13,7 @@ from reviewed_model import GUESSES, GoingOn, Guess, ReviewedModel
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import parse_options
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.proposers.base import Continues, Draft, StepOutcome
+from vllm_spec_ext.proposers.base import Continues, Draft, StepOutcome, TargetFacts
 from vllm_spec_ext.proposers.cascade import Cascade
 from vllm_spec_ext.proposers.cascade.judging import Noise, judge_drawn
 
@@ -94,6 +94,61 @@ def test_behind_a_rejection_the_guess_is_dropped(monkeypatch: pytest.MonkeyPatch
     (draft,) = ending.propose(step(request(TEXT, room=6)))
     assert draft.tokens.tolist() == greedy(LAW, TEXT, 3)
     assert two.chunks == [[5]]
+
+
+def test_a_last_token_is_written_though_a_model_is_never_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Guess, "foresee", right_but())
+    cascade = made(model(), levels=levels({"reviews": 4, "alone": False}))
+    (draft,) = cascade.propose(step(request(TEXT, room=1)))
+    assert draft.tokens.tolist() == greedy(LAW, TEXT, 1)
+
+
+def test_where_a_method_has_nothing_the_other_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Guess):
+        foresee = staticmethod(lambda text, most: [])
+
+    monkeypatch.setattr(Guess, "foresee", right_but())
+    monkeypatch.setattr("reviewed_model.GoingOn.foresee", Silent.foresee)
+    one = model()
+    both = [{"method": "guess"}, {"method": "going_on"}, {"model": "m", "reviews": 4}]
+    made(one, levels=both).propose(step(request(TEXT, room=10)))
+    assert one.chunks == [[5], [5]]
+
+
+def test_tokens_that_no_model_can_say_are_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt may have ids beyond the vocabulary of the target's logits."""
+    first = greedy(LAW, TEXT, 1)
+    monkeypatch.setattr(Guess, "foresee", staticmethod(lambda text, most: [*first, VOCAB, 1]))
+    for method in ("guess", "going_on"):
+        cascade = made(model(), levels=levels({"reviews": 3}, method=method))
+        (draft,) = cascade.propose(step(request(TEXT, room=4)))
+        assert draft.tokens.tolist() == greedy(LAW, TEXT, 4)
+
+
+def test_passes_in_vain_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small model's pass is served, then the last level finds no room."""
+    monkeypatch.setattr(Guess, "foresee", right_but())
+    cascade = made(model(), model(most_read=0), levels=levels({"reviews": 2}, {"reviews": 3}))
+    counted: list[tuple[int, int]] = []
+    monkeypatch.setattr(cascade._payoff, "verified", lambda kind, *numbers: counted.append(numbers))
+    (draft,) = cascade.propose(step(request(TEXT, room=6)))
+    assert not len(draft)
+    assert counted == [(0, 0)]
+
+
+def test_a_method_knows_that_it_is_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So `blockwise` does not refuse a draft that is longer than its heads."""
+    told: list[bool] = []
+    monkeypatch.setattr(
+        Guess, "check", classmethod(lambda cls, options, target: told.append(target.is_level))
+    )
+    monkeypatch.setattr(Guess, "start", lambda self, engine: told.append(engine.is_level))
+    cascade = made(model(), levels=levels({"reviews": 2}))
+    facts = TargetFacts("target", VOCAB, 16, 8, lambda: None)
+    Cascade.check(cascade.options, facts)
+    assert told == [True, True]
 
 
 def test_a_method_that_goes_on_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
