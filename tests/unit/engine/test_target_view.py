@@ -292,6 +292,15 @@ def test_counts_and_times() -> None:
     assert (view.forward_seconds(2) or 0.0) > 0.0
 
 
+def test_making_means_is_not_counted_as_the_time_of_a_pass() -> None:
+    view, _, requests = one_view(SPECS["retrieval"], 30)
+    root = int(requests[0].token_ids[-1])
+    for number, is_timed in enumerate((False, True)):
+        view.begin(requests, [0]).run([[root]])
+        assert (view.forward_seconds(1) is not None) == is_timed
+        assert view.counts.forwards == number + 1
+
+
 def test_places_of_choices_are_used_again() -> None:
     view, _, requests = one_view(SPECS["retrieval"], 30)
     for number in range(9):  # more requests than can run at once

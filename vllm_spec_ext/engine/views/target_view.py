@@ -175,10 +175,12 @@ class HostedView:
             self._books.known.clear()  # some of it may not have been made
             self.forget(list(self._choices))
             raise
+        seconds = time.perf_counter() - started
         if plan.begins is not None:
             self._books.known.learn(plan.begins.new_pages)
-        seconds = time.perf_counter() - started
-        self._times.observe(plan.num_rows, seconds)
+        if plan.begins is None or not len(plan.begins.new_pages):
+            # Making means is work for a prompt, once; it says nothing about passes to come.
+            self._times.observe(plan.num_rows, seconds)
         self.counts.forwards += 1
         self.counts.rows += plan.num_rows
         self.counts.seconds += seconds
