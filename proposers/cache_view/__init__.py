@@ -96,11 +96,6 @@ class CacheView(BaseProposer):
         Raises:
             SpecExtError: There is no engine, as in a replay of recorded texts.
         """
-        if len(engine.views) != 1:
-            raise SpecExtError(
-                f"{self.info.name}: found {len(engine.views)} views of a target, expected 1; only "
-                "an engine runs its target, so measure with `vllm-spec bench`"
-            )
         on_cpu = engine.device is not None and engine.device.type == "cpu"
         if on_cpu and not self._options.draft_on_cpu:
             import logging
@@ -111,6 +106,11 @@ class CacheView(BaseProposer):
                 self.info.off_on_cpus,
             )
             return
+        if len(engine.views) != 1:
+            raise SpecExtError(
+                f"{self.info.name}: found {len(engine.views)} views of a target, expected 1; only "
+                "an engine runs its target, so measure with `vllm-spec bench`"
+            )
         (self._view,) = engine.views
         depth = engine.num_speculative_tokens
         self._gate = ViewGate(self._view, depth, self._options.adaptive_length)
