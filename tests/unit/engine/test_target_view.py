@@ -19,6 +19,7 @@ from view_toy import DenseViews, ToyTarget
 
 from vllm_spec_ext.engine.models.batch_events import BlockEvents
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
+from vllm_spec_ext.engine.views import layer_tables
 from vllm_spec_ext.engine.views.known_pages import KnownPages
 from vllm_spec_ext.engine.views.page_choice import choose_pages
 from vllm_spec_ext.engine.views.page_layout import PageBudget, PartialSight
@@ -151,6 +152,24 @@ def test_every_row_is_what_the_view_shows(name: str, seed: int) -> None:
     if name == "seldom":
         assert simulation.dense.num_stale > 10
     assert simulation.books._spill.most_used > 0
+
+
+def test_choices_of_a_batch_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the means that a choice copies take bounded memory, whatever the batch."""
+    most = 0
+
+    def watched(queries: Any, means: torch.Tensor, *rest: Any) -> torch.Tensor:
+        nonlocal most
+        most = max(most, len(means))
+        return choose_pages(queries, means, *rest)
+
+    monkeypatch.setattr(layer_tables, "choose_pages", watched)
+    assert ViewSimulation(SPECS["retrieval"], 0).run(40).wrong == 0
+    assert most > 1
+    most = 0
+    monkeypatch.setattr(layer_tables, "_MEANS_AT_ONCE", 1, raising=False)
+    assert ViewSimulation(SPECS["retrieval"], 0).run(40).wrong == 0
+    assert most == 1
 
 
 def test_full_views_compute_what_the_target_would() -> None:
