@@ -8,6 +8,7 @@ the bookkeeping each.
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from vllm_spec_ext.engine.views.page_layout import PageBudget, PartialSight
 from vllm_spec_ext.engine.views.page_means import columns_of_keys, rows_of_keys
 from vllm_spec_ext.engine.views.target_view import HostedView
 from vllm_spec_ext.engine.views.view_books import ViewBooks
-from vllm_spec_ext.engine.views.view_pass import view_tables
+from vllm_spec_ext.engine.views.view_pass import RoundPlan, view_tables
 from vllm_spec_ext.proposers.records import RequestStep
 from vllm_spec_ext.proposers.views import ViewSpec
 
@@ -197,17 +198,17 @@ def all_known(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KnownPages, "unknown", lambda self, blocks: np.empty(0, np.int64))
 
 
-def hits_are_unknown(patch: pytest.MonkeyPatch) -> None:
-    """Means made when a block is full, not when all of it is certain."""
-    sight = PageBudget.sight
+def tails_are_learned(patch: pytest.MonkeyPatch) -> None:
+    """Means made of a block while it is being written; what is in sight stays the same."""
+    plan = HostedView._plan
 
-    def early(self: PageBudget, num_full: int) -> PartialSight | None:
-        found = sight(self, num_full)
-        if found is None:
-            return None
-        return PartialSight(found.num_sink, found.num_chosen, found.recent_start + 1)
+    def early(self: HostedView, members: Any) -> RoundPlan:
+        made, books = plan(self, members), self._books
+        tails = [member.table[member.floor // books.block_size] for member in members]
+        more = books.known.unknown(np.array([tail for tail in tails if tail < BLOCKS], np.int32))
+        return replace(made, new_pages=np.union1d(made.new_pages, more))
 
-    patch.setattr(PageBudget, "sight", early)
+    patch.setattr(HostedView, "_plan", early)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def hits_are_unknown(patch: pytest.MonkeyPatch) -> None:
     [
         ("retrieval", no_invalidation),
         ("retrieval", all_known),
-        ("retrieval", hits_are_unknown),
+        ("retrieval", tails_are_learned),
         ("seldom", no_invalidation),
         ("once", no_forgetting),
     ],
