@@ -321,6 +321,25 @@ def test_making_means_is_not_counted_as_the_time_of_a_pass() -> None:
         assert view.counts.forwards == number + 1
 
 
+def test_a_view_that_keeps_its_choice_grows_by_a_page_or_a_quarter() -> None:
+    view, books, requests = one_view(SPECS["once"], 60)
+    run_view, in_sight = view._runner.run_view, []
+
+    def watched(index: int, plan: Any) -> torch.Tensor:
+        in_sight.extend(plan.view_lens.tolist())
+        return run_view(index, plan)
+
+    view._runner.run_view = watched  # type: ignore[method-assign]
+    tokens = requests[0].token_ids
+    for length in range(24, 61):
+        blocks = np.arange(1, 1 + -(-length // BLOCK), dtype=np.int32)
+        books.begin_step([BatchRow("a", blocks, tokens[:length], False)])
+        now = [RequestStep("a", tokens[:length], 1, [1], 0)]
+        view.begin(now, [0]).run([[int(tokens[length - 1])]])
+    assert max(in_sight) == (3 + 1 + 1) * BLOCK  # the budget, a page more, and the tail
+    assert len(set(in_sight)) > BLOCK
+
+
 def test_places_of_choices_are_used_again() -> None:
     view, _, requests = one_view(SPECS["retrieval"], 30)
     for number in range(9):  # more requests than can run at once

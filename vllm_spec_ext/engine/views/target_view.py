@@ -125,8 +125,10 @@ class HostedView:
             is_choosing = False
             if choice is not None and sight is not None:
                 choice.age += choice.age >= 0
-                is_choosing = not 0 <= choice.age < self.spec.refresh
-                if not is_choosing:
+                growth = sight.recent_start - choice.recent_start
+                is_kept = 0 <= choice.age < self.spec.refresh and growth <= self.budget.most_growth
+                is_choosing = not is_kept
+                if is_kept:
                     sight = replace(sight, recent_start=choice.recent_start)
             root = int(request.token_ids[-1])
             taking_part.append(index)
