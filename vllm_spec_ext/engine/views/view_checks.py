@@ -129,6 +129,6 @@ def _key_layout(args: "EngineArgs", model: "ModelConfig") -> Iterator[str]:
         yield (
             f'view "retrieval" on this CPU: found KV in the layout of "{isa}" (block size '
             f"{block_size}, head size {model.get_head_size()}, {model.dtype}), expected that of "
-            '"vec"; use --dtype float32 and a block size that is a multiple of 32, or the view '
-            '"stream"'
+            '"vec": x86, a block size and a head size that are multiples of 32, and not bfloat16 '
+            'with AMX; otherwise use the view "stream"'
         )
