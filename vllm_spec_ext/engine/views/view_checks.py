@@ -91,6 +91,11 @@ def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig
         )
     if model.is_mm_prefix_lm:
         yield "a model that attends to images in both directions; use a model of text alone"
+    if model.rswa_window is not None:
+        yield (
+            f"different windows for prompt and output: found {model.rswa_window} tokens, expected "
+            "full attention; use another model"
+        )
     if args.enable_lora:
         yield (
             "LoRA: found --enable-lora, expected none, as adapters are mapped to the rows of the "
