@@ -36,7 +36,8 @@ class ProposerInfo:
     tree: bool  # may draft branches
     best_for: str
     cost: str
-    off_on_cpus: str = ""  # why it drafts nothing on CPUs, and what makes it; empty = it does
+    off_on_cpus: str = ""  # why it drafts nothing on CPUs, unless its option `draft_on_cpu` is
+    # true; empty = it does
 
 
 ProposerT = TypeVar("ProposerT", bound="type[BaseProposer]")

@@ -63,6 +63,7 @@ class FixedCost:
         most = _SPAN * self._guess
         found = (share * total - seen) / (1.0 - share) if share < 1.0 else most
         found = min(most, max(self._guess / _SPAN, found))
-        # The less is hidden the less a pass says about it.
+        # The less is hidden the less a pass says about it. The mean is one of factors: a pass that
+        # was slow once must not outweigh what a hundred others say.
         weight = min(_MOST_WEIGHT, hidden / (before + total))
-        self._learned[num_requests.bit_length()] = before + weight * (found - before)
+        self._learned[num_requests.bit_length()] = before * (found / before) ** weight

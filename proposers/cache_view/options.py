@@ -29,7 +29,8 @@ class CacheViewOptions(MethodOptions):
 
     refresh: int = Field(default=1, ge=1)
     """Rounds of a request from one choice of pages to the next; a choice takes time, and an old
-    one is accepted less."""
+    one is accepted less. Until then all that is written stays in sight; once that is more than a
+    quarter of the budget, pages are chosen anew."""
 
     dense_layers: tuple[int, ...] = ()
     """Numbers of layers that see everything all the same; the first layers, ``[0, 1]``, attend

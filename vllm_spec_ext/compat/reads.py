@@ -17,6 +17,7 @@ CLASSES: tuple[Reads, ...] = (
             "spec_tokens": "int | None",
             "async_scheduling": "bool | None",
             "kv_transfer_config": "object | None",
+            "kv_offloading_size": "float | None",
             "logits_processors": "list[object] | None",
             "dtype": "str",
             "enforce_eager": "bool",

@@ -8,6 +8,7 @@ the bookkeeping each.
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,14 @@ from view_toy import DenseViews, ToyTarget
 
 from vllm_spec_ext.engine.models.batch_events import BlockEvents
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
+from vllm_spec_ext.engine.views import layer_tables
 from vllm_spec_ext.engine.views.known_pages import KnownPages
 from vllm_spec_ext.engine.views.page_choice import choose_pages
 from vllm_spec_ext.engine.views.page_layout import PageBudget, PartialSight
 from vllm_spec_ext.engine.views.page_means import columns_of_keys, rows_of_keys
 from vllm_spec_ext.engine.views.target_view import HostedView
 from vllm_spec_ext.engine.views.view_books import ViewBooks
-from vllm_spec_ext.engine.views.view_pass import view_tables
+from vllm_spec_ext.engine.views.view_pass import RoundPlan, view_tables
 from vllm_spec_ext.proposers.records import RequestStep
 from vllm_spec_ext.proposers.views import ViewSpec
 
@@ -153,6 +155,24 @@ def test_every_row_is_what_the_view_shows(name: str, seed: int) -> None:
     assert simulation.books._spill.most_used > 0
 
 
+def test_choices_of_a_batch_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the means that a choice copies take bounded memory, whatever the batch."""
+    most = 0
+
+    def watched(queries: Any, means: torch.Tensor, *rest: Any) -> torch.Tensor:
+        nonlocal most
+        most = max(most, len(means))
+        return choose_pages(queries, means, *rest)
+
+    monkeypatch.setattr(layer_tables, "choose_pages", watched)
+    assert ViewSimulation(SPECS["retrieval"], 0).run(40).wrong == 0
+    assert most > 1
+    most = 0
+    monkeypatch.setattr(layer_tables, "_MEANS_AT_ONCE", 1, raising=False)
+    assert ViewSimulation(SPECS["retrieval"], 0).run(40).wrong == 0
+    assert most == 1
+
+
 def test_full_views_compute_what_the_target_would() -> None:
     """The definition itself: without anything hidden, rows are those of a dense computation."""
     target = ToyTarget(1, [SPECS["full"]])
@@ -178,17 +198,17 @@ def all_known(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KnownPages, "unknown", lambda self, blocks: np.empty(0, np.int64))
 
 
-def hits_are_unknown(patch: pytest.MonkeyPatch) -> None:
-    """Means made when a block is full, not when all of it is certain."""
-    sight = PageBudget.sight
+def tails_are_learned(patch: pytest.MonkeyPatch) -> None:
+    """Means made of a block while it is being written; what is in sight stays the same."""
+    plan = HostedView._plan
 
-    def early(self: PageBudget, num_full: int) -> PartialSight | None:
-        found = sight(self, num_full)
-        if found is None:
-            return None
-        return PartialSight(found.num_sink, found.num_chosen, found.recent_start + 1)
+    def early(self: HostedView, members: Any) -> RoundPlan:
+        made, books = plan(self, members), self._books
+        tails = [member.table[member.floor // books.block_size] for member in members]
+        more = books.known.unknown(np.array([tail for tail in tails if tail < BLOCKS], np.int32))
+        return replace(made, new_pages=np.union1d(made.new_pages, more))
 
-    patch.setattr(PageBudget, "sight", early)
+    patch.setattr(HostedView, "_plan", early)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +216,7 @@ def hits_are_unknown(patch: pytest.MonkeyPatch) -> None:
     [
         ("retrieval", no_invalidation),
         ("retrieval", all_known),
-        ("retrieval", hits_are_unknown),
+        ("retrieval", tails_are_learned),
         ("seldom", no_invalidation),
         ("once", no_forgetting),
     ],
@@ -290,6 +310,34 @@ def test_counts_and_times() -> None:
     view.begin(requests, [0]).run([[int(requests[0].token_ids[-1]), 1]])
     assert (view.counts.forwards, view.counts.rows) == (1, 2)
     assert (view.forward_seconds(2) or 0.0) > 0.0
+
+
+def test_making_means_is_not_counted_as_the_time_of_a_pass() -> None:
+    view, _, requests = one_view(SPECS["retrieval"], 30)
+    root = int(requests[0].token_ids[-1])
+    for number, is_timed in enumerate((False, True)):
+        view.begin(requests, [0]).run([[root]])
+        assert (view.forward_seconds(1) is not None) == is_timed
+        assert view.counts.forwards == number + 1
+
+
+def test_a_view_that_keeps_its_choice_grows_by_a_page_or_a_quarter() -> None:
+    view, books, requests = one_view(SPECS["once"], 60)
+    run_view, in_sight = view._runner.run_view, []
+
+    def watched(index: int, plan: Any) -> torch.Tensor:
+        in_sight.extend(plan.view_lens.tolist())
+        return run_view(index, plan)
+
+    view._runner.run_view = watched  # type: ignore[method-assign]
+    tokens = requests[0].token_ids
+    for length in range(24, 61):
+        blocks = np.arange(1, 1 + -(-length // BLOCK), dtype=np.int32)
+        books.begin_step([BatchRow("a", blocks, tokens[:length], False)])
+        now = [RequestStep("a", tokens[:length], 1, [1], 0)]
+        view.begin(now, [0]).run([[int(tokens[length - 1])]])
+    assert max(in_sight) == (3 + 1 + 1) * BLOCK  # the budget, a page more, and the tail
+    assert len(set(in_sight)) > BLOCK
 
 
 def test_places_of_choices_are_used_again() -> None:

@@ -142,7 +142,11 @@ class DenseViews:
                 kept = self.kept.get(name)
                 if kept is not None:
                     kept.age += 1
-                is_choosing = kept is None or kept.age >= self.spec.refresh
+                is_choosing = (
+                    kept is None
+                    or kept.age >= self.spec.refresh
+                    or recent - kept.recent_start > budget.most_growth
+                )
                 if is_choosing:
                     kept = _Kept(recent, [[] for _ in range(LAYERS)])
                 else:

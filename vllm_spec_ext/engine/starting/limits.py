@@ -71,6 +71,12 @@ def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig
         )
     if getattr(args, "kv_transfer_config", None) is not None:
         yield "a KV connector (--kv-transfer-config): not tested with these hooks; leave it out"
+    if getattr(args, "kv_offloading_size", None) is not None:
+        # vLLM makes the connector only when its whole configuration is put together.
+        yield (
+            "KV offloading (--kv-offloading-size), which is a KV connector: not tested with these "
+            "hooks; leave it out"
+        )
     if getattr(parallel, "enable_dbo", False):
         yield "dual-batch overlap (--enable-dbo): attention metadata is split; leave it out"
     if getattr(args, "logits_processors", None):

@@ -26,7 +26,7 @@ from vllm_spec_ext.engine.starting.limits import (
     worker_class,
 )
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
-from vllm_spec_ext.engine.views.view_checks import check_views
+from vllm_spec_ext.engine.views.view_checks import check_views, wanted_views
 from vllm_spec_ext.engine.watching.metrics import publish
 from vllm_spec_ext.engine.watching.shared_counters import make_folder
 from vllm_spec_ext.errors import SpecExtError
@@ -232,7 +232,7 @@ def build_spec_config(
     )
     proposer = registry.load(method)
     proposer.check(parsed.options, facts)
-    views = proposer.views(parsed.options)
+    views = wanted_views(proposer.views(parsed.options), parsed.info, parsed.options)
     check_views(views, method, engine_args, target_model_config, target_parallel_config)
     draft_models = draft_configs(
         proposer.models(parsed.options), target_model_config, target_parallel_config
@@ -261,7 +261,7 @@ def build_spec_config(
         target_parallel_config=target_parallel_config,
         spec_ext=settings,
         draft_models=draft_models,
-        cache_views=tuple(views),
+        cache_views=views,
         **parsed.vllm_options,
     )
     target_parallel_config.worker_cls = worker_class()

@@ -16,6 +16,8 @@ from vllm_spec_ext.engine.views.page_layout import PageBudget
 from vllm_spec_ext.engine.views.page_means import PageMeans
 from vllm_spec_ext.engine.views.view_pass import RoundPlan, ViewPass
 
+_MEANS_AT_ONCE = 1 << 13  # page means that a choice copies, to bound its memory
+
 
 class LayerTables:
     """Of one view."""
@@ -119,18 +121,32 @@ class LayerTables:
         """
         if not len(self._choosing) or layer not in self._number or self._means is None:
             return
+        num_at_once = max(1, _MEANS_AT_ONCE // self._tables.shape[1])
+        for start in range(0, len(self._choosing), num_at_once):
+            part = slice(start, start + num_at_once)
+            self._choose(layer, self._means, queries, table, part)
+
+    def _choose(
+        self,
+        layer: str,
+        means: PageMeans,
+        queries: torch.Tensor,
+        table: torch.Tensor,
+        part: slice,  # of the requests that choose
+    ) -> None:
         number, count, first = self._number[layer], self._budget.num_chosen, self._budget.num_sink
-        chooser, members = self._chooser, self._members[self._choosing]
+        chooser, choosing = self._chooser[part], self._choosing[part]
+        members = self._members[choosing]
         ends = self._recent_starts[chooser]
         tables = self._tables[members].long()
         columns = torch.arange(first, tables.shape[1], device=self._device)
         is_candidate = columns < ends[:, None]
-        means = self._means.of(layer, tables[:, first:] * is_candidate)
-        chosen = choose_pages(queries[self._first_rows], means, is_candidate, count) + first
-        self._choices[number, self._places[chooser]] = chosen
-        blocks = self._tables[members].gather(1, chosen)
+        of_pages = means.of(layer, tables[:, first:] * is_candidate)
+        chosen = choose_pages(queries[self._first_rows[part]], of_pages, is_candidate, count)
+        self._choices[number, self._places[chooser]] = chosen + first
+        blocks = self._tables[members].gather(1, chosen + first)
         self._by_layer[number, members, first : first + count] = blocks
-        table[self._choosing, first : first + count] = blocks
+        table[choosing, first : first + count] = blocks
 
     def _at(self, array: NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)

@@ -53,6 +53,11 @@ class PageBudget:
         """Full pages in sight, beside the one that is being written."""
         return self.num_sink + self.num_chosen + self.num_recent
 
+    @property
+    def most_growth(self) -> int:
+        """Pages that may come into sight behind a choice of pages before another is made."""
+        return max(1, self.num_pages // 4)
+
     def sight(self, num_full: int) -> PartialSight | None:
         """What is shown of a request with so many full pages; None = everything."""
         if self.kind == "full" or num_full <= self.num_pages:

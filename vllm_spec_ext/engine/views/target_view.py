@@ -125,8 +125,10 @@ class HostedView:
             is_choosing = False
             if choice is not None and sight is not None:
                 choice.age += choice.age >= 0
-                is_choosing = not 0 <= choice.age < self.spec.refresh
-                if not is_choosing:
+                growth = sight.recent_start - choice.recent_start
+                is_kept = 0 <= choice.age < self.spec.refresh and growth <= self.budget.most_growth
+                is_choosing = not is_kept
+                if is_kept:
                     sight = replace(sight, recent_start=choice.recent_start)
             root = int(request.token_ids[-1])
             taking_part.append(index)
@@ -175,10 +177,12 @@ class HostedView:
             self._books.known.clear()  # some of it may not have been made
             self.forget(list(self._choices))
             raise
+        seconds = time.perf_counter() - started
         if plan.begins is not None:
             self._books.known.learn(plan.begins.new_pages)
-        seconds = time.perf_counter() - started
-        self._times.observe(plan.num_rows, seconds)
+        if plan.begins is None or not len(plan.begins.new_pages):
+            # Making means is work for a prompt, once; it says nothing about passes to come.
+            self._times.observe(plan.num_rows, seconds)
         self.counts.forwards += 1
         self.counts.rows += plan.num_rows
         self.counts.seconds += seconds

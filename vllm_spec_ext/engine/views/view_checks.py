@@ -15,8 +15,27 @@ if TYPE_CHECKING:
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    from vllm_spec_ext.options import MethodOptions
+    from vllm_spec_ext.proposers.base import ProposerInfo
+
 PLAIN_DTYPES = ("auto", "float32", "float16", "bfloat16")
 CPU_BLOCK_SIZE = 128  # vLLM's default on CPUs
+
+
+def wanted_views(
+    specs: Sequence[ViewSpec], info: "ProposerInfo", options: "MethodOptions"
+) -> tuple[ViewSpec, ...]:
+    """Views that will be used: none by a method that drafts nothing on this platform.
+
+    So a method that is off takes no memory, and refuses no target.
+
+    Args:
+        specs: What the method asked for.
+        info: Of the method.
+        options: The user's.
+    """
+    is_off = current_platform.is_cpu() and bool(info.off_on_cpus)
+    return () if is_off and not getattr(options, "draft_on_cpu", False) else tuple(specs)
 
 
 def check_views(
@@ -72,6 +91,11 @@ def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig
         )
     if model.is_mm_prefix_lm:
         yield "a model that attends to images in both directions; use a model of text alone"
+    if model.rswa_window is not None:
+        yield (
+            f"different windows for prompt and output: found {model.rswa_window} tokens, expected "
+            "full attention; use another model"
+        )
     if args.enable_lora:
         yield (
             "LoRA: found --enable-lora, expected none, as adapters are mapped to the rows of the "
@@ -110,6 +134,6 @@ def _key_layout(args: "EngineArgs", model: "ModelConfig") -> Iterator[str]:
         yield (
             f'view "retrieval" on this CPU: found KV in the layout of "{isa}" (block size '
             f"{block_size}, head size {model.get_head_size()}, {model.dtype}), expected that of "
-            '"vec"; use --dtype float32 and a block size that is a multiple of 32, or the view '
-            '"stream"'
+            '"vec": x86, a block size and a head size that are multiples of 32, and not bfloat16 '
+            'with AMX; otherwise use the view "stream"'
         )

@@ -210,6 +210,25 @@ def test_measured_passes_correct_what_bytes_say() -> None:
     assert not len(drafts[0])
 
 
+def test_one_slow_pass_does_not_end_drafting() -> None:
+    view = FakeView(sure, seconds=1.2 * PLAIN)
+    proposer, step = adaptive(view), context(request(length=2000))
+    assert any(map(len, serve(proposer, step, accepted=4, num_steps=1)))
+    view.seconds = 0.3 * PLAIN
+    drafts = serve(proposer, step, accepted=4, num_steps=40)
+    assert len(drafts[0]) > 0
+
+
+def test_fixed_costs_come_back_from_what_was_slow() -> None:
+    cost = FixedCost(ReadFacts(10_000, 10))
+    for num_slow in (1, 100):
+        for _ in range(num_slow):
+            cost.observe(1, 4000, 500, 1.2)
+        for _ in range(60):
+            cost.observe(1, 4000, 500, 0.3)
+        assert cost.share(1, 4000, 500) < 0.4
+
+
 def test_unlikely_tokens_end_a_chosen_chain_and_no_drawn_one() -> None:
     def flat(text: Sequence[int]) -> np.ndarray:
         return np.linspace(0.0, 0.1, VOCAB)
@@ -235,7 +254,7 @@ def test_it_is_off_on_cpus(caplog: pytest.LogCaptureFixture) -> None:
     engine = replace(engine_of([view], VOCAB), device=torch.device("cpu"))
     off = CacheView(CacheViewOptions(adaptive_length=False))
     with caplog.at_level(logging.INFO, "vllm.spec_ext"):
-        off.start(engine)
+        off.start(replace(engine, views=[]))  # an engine has none for it there
     assert "drafts nothing on this CPU" in caplog.text
     assert "draft_on_cpu" in caplog.text
     assert [len(draft) for draft in off.propose(StepContext([request()]))] == [0]

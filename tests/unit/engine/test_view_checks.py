@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which views an engine keeps, and which targets it refuses, told from settings alone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_spec_ext.engine.views import view_checks
+from vllm_spec_ext.engine.views.view_checks import check_views, wanted_views
+from vllm_spec_ext.errors import UnsupportedError
+from vllm_spec_ext.proposers.cache_view import CacheView
+from vllm_spec_ext.proposers.cache_view.options import CacheViewOptions
+from vllm_spec_ext.proposers.views import ViewSpec
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "draft_on_cpu", "number"),
+    [(True, False, 0), (True, True, 1), (False, False, 1), (False, True, 1)],
+)
+def test_a_method_that_is_off_has_no_views(
+    is_cpu: bool, draft_on_cpu: bool, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it takes no KV blocks and no memory, and refuses no target."""
+    monkeypatch.setattr(view_checks.current_platform, "is_cpu", lambda: is_cpu)
+    options = CacheViewOptions(draft_on_cpu=draft_on_cpu)
+    assert len(wanted_views(CacheView.views(options), CacheView.info, options)) == number
+
+
+def check(kind: Any, **changes: Any) -> None:
+    """A target with full attention, but for these changes."""
+    model: Any = SimpleNamespace(
+        **{
+            "use_mla": False,
+            "hf_text_config": SimpleNamespace(),
+            "get_sliding_window": lambda: None,
+            "attention_chunk_size": None,
+            "uses_mrope": False,
+            "is_mm_prefix_lm": False,
+            "rswa_window": None,
+            "is_moe": False,
+            "dtype": torch.float32,
+            "get_head_size": lambda: 64,
+            "get_total_num_hidden_layers": lambda: 4,
+            "hf_config": None,
+            **changes,
+        }
+    )
+    args: Any = SimpleNamespace(enable_lora=False, kv_cache_dtype="auto", block_size=32)
+    parallel: Any = SimpleNamespace(data_parallel_size=1)
+    check_views([ViewSpec("a", kind)], "cache_view", args, model, parallel)
+
+
+def test_windows_that_differ_for_prompt_and_output_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"different windows .* found 128 tokens, expected"):
+        check("stream", rswa_window=128)
+
+
+@pytest.mark.parametrize("size", [80, 112])
+def test_heads_whose_keys_cannot_be_read_in_a_cpu_s_cache(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice is one that helps: no data type and no block size would."""
+    monkeypatch.setattr(view_checks.current_platform, "is_cpu", lambda: True)
+    with pytest.raises(UnsupportedError, match=f"head size {size}, .* and a head size that are"):
+        check("retrieval", get_head_size=lambda: size)
+    check("stream", get_head_size=lambda: size)
