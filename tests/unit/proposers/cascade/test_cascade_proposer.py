@@ -106,11 +106,8 @@ def test_a_last_token_is_written_though_a_model_is_never_alone(
 
 
 def test_where_a_method_has_nothing_the_other_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Silent(Guess):
-        foresee = staticmethod(lambda text, most: [])
-
     monkeypatch.setattr(Guess, "foresee", right_but())
-    monkeypatch.setattr("reviewed_model.GoingOn.foresee", Silent.foresee)
+    monkeypatch.setattr(GoingOn, "foresee", staticmethod(lambda text, most: []))
     one = model()
     both = [{"method": "guess"}, {"method": "going_on"}, {"model": "m", "reviews": 4}]
     made(one, levels=both).propose(step(request(TEXT, room=10)))
