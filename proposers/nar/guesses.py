@@ -41,6 +41,15 @@ class SlotGuesses(nn.Module):
         with torch.no_grad():
             self.correction[: config.num_heads] = 0.0
 
+    @classmethod
+    def shapes(
+        cls, config: HeadsConfig, num_slots: int, hidden_size: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Shapes of its tensors, by name; nothing is allocated."""
+        with torch.device("meta"):
+            tensors = cls(config, num_slots, hidden_size).state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
     def forward(
         self,
         finals: Tensor,  # [n, hidden] the target's final states in front of the block's first token

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, extras_file
 from vllm_spec_ext.engine.models.eagle_checkpoint import tensor_shapes
 from vllm_spec_ext.engine.models.same_ids import why_ids_differ
@@ -184,10 +182,8 @@ def expected_extras(nar: NarConfig, num_slots: int, size: int) -> dict[str, tupl
         kinds = (nar.num_copy_kinds, num_slots)
         shapes |= {"copy_gate": kinds, "copy_trust": kinds, "copy_weight": (size,)}
     if nar.heads is not None:
-        with torch.device("meta"):
-            guesses = SlotGuesses(nar.heads, num_slots, size)
-        tensors = guesses.state_dict().items()
-        shapes |= {f"guesses.{name}": tuple(tensor.shape) for name, tensor in tensors}
+        guesses = SlotGuesses.shapes(nar.heads, num_slots, size)
+        shapes |= {f"guesses.{name}": shape for name, shape in guesses.items()}
     if nar.selector_rank:
         rank = nar.selector_rank
         shapes |= {"selector_a": (size, rank), "selector_b": (size, rank)}
