@@ -17,8 +17,13 @@ from vllm_spec_ext.proposers.blockwise.heads import (
     BlockwiseHeads,
     HeadsConfig,
     TokensSeen,
+    check_heads,
+    load_heads,
     unit_rms,
 )
+
+# The trainer takes the heads from here: of other methods it knows nothing.
+__all__ = ["BlockwiseHeads", "HeadsConfig", "SlotGuesses", "check_heads", "load_heads"]
 
 
 class SlotGuesses(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.blockwise.heads import (
+from vllm_spec_ext.proposers.nar.guesses import (
     BlockwiseHeads,
     HeadsConfig,
     check_heads,
