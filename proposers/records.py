@@ -86,6 +86,12 @@ class RequestStep:
         """Tokens generated so far, this step's included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def may_be_drawn(self) -> bool:
+        """Whether its drafts may be drawn. A greedy request has nothing to draw; and a seeded one's
+        text must not depend on its drafts, so its tokens are chosen."""
+        return self.temperature > 0.0 and self.seed is None
+
 
 @dataclass(frozen=True)
 class StepContext:

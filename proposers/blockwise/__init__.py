@@ -157,7 +157,7 @@ class Blockwise(BaseProposer):
             request = step.requests[row]
             if self._options.tree:
                 draft = self._tree(log_probs[i], tokens[i], request.room, limit)
-            elif self._options.draw and request.temperature > 0.0 and request.seed is None:
+            elif self._options.draw and request.may_be_drawn:
                 draft = self._drawn(logits[i], request, confidence)
             else:
                 draft = self._chain(log_probs[i, :, 0], tokens[i, :, 0], request.room, limit)

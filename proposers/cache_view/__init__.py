@@ -159,8 +159,7 @@ class CacheView(BaseProposer):
             self._gate.forget(request_id)
 
     def _draws(self, request: RequestStep) -> bool:
-        """A seeded request's text must not depend on its drafts, so its tokens are chosen."""
-        return self._options.draw and request.temperature > 0.0 and request.seed is None
+        return self._options.draw and request.may_be_drawn
 
     def _draft(
         self, step: StepContext, rows: Sequence[int], depth: int

@@ -57,8 +57,6 @@ class ViewGate:
         self._value = TokenSeconds()
         self._retries = Retries()
         self._pending: dict[str, Kind] = {}
-        self._num_verified = 0
-        self._drafting_seconds = 0.0
 
     def kind(self, request: RequestStep, is_drawn: bool) -> Kind:
         """Of a request's draft."""
@@ -73,17 +71,13 @@ class ViewGate:
             kinds: Of their drafts.
         """
         num_requests = len(step.requests)
-        emitted = sum(len(request.new_tokens) for request in step.requests)
-        if num_requests:
-            self._value.observe(num_requests, emitted, self._num_verified, self._drafting_seconds)
-        self._num_verified, self._drafting_seconds = 0, 0.0
+        prices = self._value.begin(step)
         if not rows:
             return Decision((), 0, "no request has room")
         if not self._is_adaptive:
             return Decision(rows, self._max_depth, "adaptive_length is off")
         if not any(kind.is_partial for kind in kinds):
             return Decision((), 0, "no request is longer than the view")
-        prices = self._value.prices(num_requests, step.plain_seconds, step.min_probability)
         plain = prices.in_tokens(step.plain_seconds)
         if plain is None:
             return Decision(rows, self._max_depth, "plain steps are not measured")
@@ -122,14 +116,14 @@ class ViewGate:
         seconds = self._view.forward_seconds(len(rows))
         if seconds is None or not num_passes:
             return
-        self._drafting_seconds += num_passes * seconds
+        self._value.spend(num_passes * seconds)
         if step.plain_seconds:
             share = seconds / step.plain_seconds
             self.fixed.observe(len(step.requests), *self._tokens(step, rows), share)
 
     def verified(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
         """Learn how far a draft was right."""
-        self._num_verified += num_drafted
+        self._value.verified(num_drafted)
         kind = self._pending.pop(request_id, None)
         if kind is None:
             return

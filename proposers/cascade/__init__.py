@@ -93,8 +93,6 @@ class Cascade(BaseProposer):
         self._waiting: dict[str, _Waiting] = {}
         self._read: dict[str, int] = {}  # tokens of a request at its last round
         self._value = TokenSeconds()
-        self._num_verified = 0  # tokens since the last step
-        self._drafting_seconds = 0.0  # of the last step's passes, as measured for such passes
 
     @classmethod
     def check(cls, options: MethodOptions, target: TargetFacts) -> None:
@@ -188,7 +186,7 @@ class Cascade(BaseProposer):
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how far drafts are accepted; methods learn how far theirs were."""
         for outcome in outcomes:
-            self._num_verified += outcome.num_drafted
+            self._value.verified(outcome.num_drafted)
             waiting = self._waiting.pop(outcome.request_id, None)
             if waiting is None:
                 continue
@@ -214,19 +212,12 @@ class Cascade(BaseProposer):
             one.close()
 
     def _draws(self, request: RequestStep) -> bool:
-        """A seeded request's text must not depend on its drafts, so its tokens are chosen."""
-        return self._options.draw and request.temperature > 0.0 and request.seed is None
+        return self._options.draw and request.may_be_drawn
 
     def _observe_step(self, step: StepContext) -> StepPrices:
         """Prices of this step; nothing is known, so nothing held back, with adaptive_length off."""
-        num_requests = len(step.requests)
-        emitted = sum(len(request.new_tokens) for request in step.requests)
-        if num_requests:
-            self._value.observe(num_requests, emitted, self._num_verified, self._drafting_seconds)
-        self._num_verified, self._drafting_seconds = 0, 0.0
-        if not self.options.adaptive_length:
-            return StepPrices()
-        return self._value.prices(num_requests, step.plain_seconds, step.min_probability)
+        prices = self._value.begin(step)
+        return prices if self.options.adaptive_length else StepPrices()
 
     def _unread(self, step: StepContext, rows: "dict[int, Kind]") -> dict[int, int]:
         """Tokens of each request since the last round that drafted for it."""
@@ -260,7 +251,7 @@ class Cascade(BaseProposer):
         passes = run_round(self._reviewers, step.requests, tasks, self._lenience)
         for one in passes:
             seconds = self._reviewers[one.level].forward_seconds(one.num_rows)
-            self._drafting_seconds += seconds or 0.0
+            self._value.spend(seconds or 0.0)
         self._payoff.drafted(
             [kinds[row] for row in rows],
             [(one.level, one.num_rows, one.num_requests) for one in passes],

@@ -57,8 +57,6 @@ class TreeDrafting(BaseProposer):
         self.needs = Needs(distributions=self._extent.draws)
         self._models: Sequence[DraftModel] = ()
         self._read: list[dict[str, int]] = []  # of each model: request -> tokens at the last pass
-        self._num_verified = 0  # nodes since the last step
-        self._drafting_seconds = 0.0  # of the last step's passes, as measured for such passes
         self._value = TokenSeconds()
 
     @abstractmethod
@@ -103,7 +101,7 @@ class TreeDrafting(BaseProposer):
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how far each model can be trusted."""
         for outcome in outcomes:
-            self._num_verified += outcome.num_drafted
+            self._value.verified(outcome.num_drafted)
             self._learning.observe(outcome)
 
     def finish(self, request_ids: Sequence[str]) -> None:
@@ -116,14 +114,8 @@ class TreeDrafting(BaseProposer):
 
     def _observe_step(self, step: StepContext) -> StepPrices:
         """Prices of this step; nothing is known, so nothing held back, with adaptive_length off."""
-        num_requests = len(step.requests)
-        emitted = sum(len(request.new_tokens) for request in step.requests)
-        if num_requests:
-            self._value.observe(num_requests, emitted, self._num_verified, self._drafting_seconds)
-        self._num_verified, self._drafting_seconds = 0, 0.0
-        if not self.options.adaptive_length:
-            return StepPrices()
-        return self._value.prices(num_requests, step.plain_seconds, step.min_probability)
+        prices = self._value.begin(step)
+        return prices if self.options.adaptive_length else StepPrices()
 
     def _grow(
         self, step: StepContext, rows: list[int], prices: StepPrices
@@ -163,7 +155,7 @@ class TreeDrafting(BaseProposer):
                 elif tree.read:
                     record.levels.observe(0, False)  # the pass was in vain
             for size in (len(wishes), *growth.pass_sizes):
-                self._drafting_seconds += model.forward_seconds(size) or 0.0
+                self._value.spend(model.forward_seconds(size) or 0.0)
         return grown
 
     def _served(
@@ -192,8 +184,7 @@ class TreeDrafting(BaseProposer):
         return [min(rows, key=num_unread)]
 
     def _draws(self, request: RequestStep) -> bool:
-        """A seeded request's text must not depend on its drafts, so its tokens are chosen."""
-        return self._extent.draws and request.temperature > 0.0 and request.seed is None
+        return self._extent.draws and request.may_be_drawn
 
     def _shapes(
         self, step: StepContext, served: list[list[int]], node_prices: list[float]

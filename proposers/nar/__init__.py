@@ -152,8 +152,7 @@ class Nar(BaseProposer):
     def _draft(self, request: RequestStep, found: "SlotCandidates", limit: float) -> Draft:
         if self._options.tree:
             return self._tree(found.log_probs, found.tokens, request.room, limit)
-        # A seeded request's text must not depend on its drafts, so its tokens are chosen.
-        if self._options.draw and request.temperature > 0.0 and request.seed is None:
+        if self._options.draw and request.may_be_drawn:
             from vllm_spec_ext.proposers.nar.drawing import drawn_chain
 
             return drawn_chain(request, found, limit, self._vocab_size)

@@ -17,17 +17,10 @@ class PassPayoff:
         self._retries = Retries()
         self._prices = StepPrices()
         self._drafts = self._accepted = self._drafted = 0.0
-        self._num_verified = 0  # nodes since the last step
-        self._seconds = 0.0  # of the last step's pass
 
     def begin(self, step: StepContext) -> None:
         """Count the last step, and take the prices of this one."""
-        num_requests = len(step.requests)
-        if num_requests:
-            emitted = sum(len(request.new_tokens) for request in step.requests)
-            self._value.observe(num_requests, emitted, self._num_verified, self._seconds)
-        self._num_verified, self._seconds = 0, 0.0
-        self._prices = self._value.prices(num_requests, step.plain_seconds, step.min_probability)
+        self._prices = self._value.begin(step)
 
     def pays(self, num_requests: int, seconds: float | None) -> bool:
         """Whether to run a pass for so many requests; now and then one that does not pay.
@@ -44,11 +37,11 @@ class PassPayoff:
 
     def ran(self, seconds: float | None) -> None:
         """A pass was run."""
-        self._seconds = seconds or 0.0
+        self._value.spend(seconds or 0.0)
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """What became of a draft."""
-        self._num_verified += num_drafted
+        self._value.verified(num_drafted)
         self._drafts = self._drafts * _MEMORY + 1.0
         self._drafted = self._drafted * _MEMORY + num_drafted
         self._accepted = self._accepted * _MEMORY + num_accepted

@@ -9,6 +9,8 @@ serves; what it costs is its seconds divided by the seconds of a token.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vllm_spec_ext.proposers.records import StepContext
+
 _MEMORY = 0.95  # how much of the past survives one more step
 _FIRST_INTERVAL, _LAST_INTERVAL = 32, 512  # steps from one try to the next
 _PROVEN = 32  # steps in a row in which a model pays until the next try would come soon again
@@ -39,6 +41,25 @@ class TokenSeconds:
     def __init__(self) -> None:
         """Nothing is known; plain decoding sets the value."""
         self._weight = self._emitted = self._drafted = self._drafting = 0.0
+        self._num_verified = 0  # draft tokens since the last step began
+        self._spent = 0.0  # seconds since then
+
+    def begin(self, step: StepContext) -> StepPrices:
+        """Count the step that ends with this context; prices of the next one."""
+        num_requests = len(step.requests)
+        if num_requests:
+            emitted = sum(len(request.new_tokens) for request in step.requests)
+            self.observe(num_requests, emitted, self._num_verified, self._spent)
+        self._num_verified, self._spent = 0, 0.0
+        return self.prices(num_requests, step.plain_seconds, step.min_probability)
+
+    def verified(self, num_drafted: int) -> None:
+        """Draft tokens were verified in the step that is about to end."""
+        self._num_verified += num_drafted
+
+    def spend(self, seconds: float) -> None:
+        """A pass for drafts took this long, as measured for such passes."""
+        self._spent += seconds
 
     def observe(
         self, num_requests: int, num_emitted: int, num_drafted: int, drafting_seconds: float
