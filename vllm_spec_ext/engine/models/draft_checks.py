@@ -88,6 +88,15 @@ def _weights(draft: "ModelConfig") -> Iterator[str]:
         yield f"found no weights in {shown(draft.model)}, expected *.safetensors; copy them there"
 
 
+def windows_of(config: "ModelConfig") -> str | None:
+    """What a model has instead of full attention in all layers, in words; None = nothing."""
+    window = config.get_sliding_window()
+    if window is not None:
+        return f"a window of {window} tokens"
+    kinds = set(getattr(config.hf_text_config, "layer_types", None) or ()) - {"full_attention"}
+    return ", ".join(sorted(kinds)) or None
+
+
 def _kinds(whose: str, config: "ModelConfig") -> Iterator[str]:
     """Attention that does not live in one KV group of full attention."""
     if config.is_encoder_decoder:
@@ -98,10 +107,8 @@ def _kinds(whose: str, config: "ModelConfig") -> Iterator[str]:
         yield f"{whose} has layers without attention (linear or recurrent); {SHARED_BLOCKS}"
     if config.use_mla:
         yield f"{whose} has latent attention (MLA), expected full attention; {SHARED_BLOCKS}"
-    window = config.get_sliding_window()
-    kinds = set(getattr(config.hf_text_config, "layer_types", None) or ()) - {"full_attention"}
-    if window is not None or kinds:
-        found = f"a window of {window} tokens" if window is not None else ", ".join(sorted(kinds))
+    found = windows_of(config)
+    if found is not None:
         yield (
             f"{whose} has {found}, expected full attention in all layers; {SHARED_BLOCKS}. Use a "
             "model of full attention, or run it with --disable-sliding-window"

@@ -68,7 +68,7 @@ def bind_models(
             group.create_metadata_builders(
                 paged.vllm_config, runner.device, runner._kernel_block_sizes[index]
             )
-            _check(group)
+            check_backend(group, "draft models")
         caches = [kv_by_layer[name] for name in paged.layer_names]
         paged.bind(made, caches, num_blocks)
     host.bind(scratch.start, runner.input_batch.block_table[index].block_size, scratch)
@@ -94,15 +94,23 @@ def _attention_groups(
     return groups
 
 
-def _check(group: AttentionGroup) -> None:
+def check_backend(group: AttentionGroup, who: str) -> None:
+    """Refuse layers that passes of ours cannot run.
+
+    Args:
+        group: The layers.
+        who: Asks for the passes; for the message.
+
+    Raises:
+        UnsupportedError: An unknown backend, or one that splits KV blocks.
+    """
     backend = group.backend.get_name()
     if backend not in BACKENDS:
         raise UnsupportedError(
-            f"draft models: found attention backend {backend}, expected one of "
+            f"{who}: found attention backend {backend}, expected one of "
             f"{', '.join(BACKENDS)}; choose one with --attention-backend"
         )
     if group.kernel_block_size is not None:
         raise UnsupportedError(
-            "draft models: the attention kernel splits KV blocks; choose its own size with "
-            "--block-size"
+            f"{who}: the attention kernel splits KV blocks; choose its own size with --block-size"
         )

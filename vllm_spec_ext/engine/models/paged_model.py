@@ -10,14 +10,13 @@ attention, so any backend that is causal over block tables will do.
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.config.vllm import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_spec_ext.engine.models.common_metadata import common_metadata
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 from vllm_spec_ext.engine.trees.block_copies import copy_layer_blocks
 
@@ -79,7 +78,8 @@ class PagedModel:
     def _hidden_of(self, plan: ForwardPass) -> torch.Tensor:
         """Write the KV of all rows; [num_rows, hidden] what logits are made of."""
         slots = self._on_device(plan.slots)
-        common = self._common_metadata(plan, slots)
+        tables = self._on_device(plan.tables)
+        common = common_metadata(plan.query_lens, plan.seq_lens, tables, slots)
         metadata = {
             name: built
             for group in self._groups
@@ -112,24 +112,6 @@ class PagedModel:
             inputs_embeds=None,
         )
         return hidden
-
-    def _common_metadata(self, plan: ForwardPass, slots: torch.Tensor) -> CommonAttentionMetadata:
-        starts = np.zeros(len(plan.query_lens) + 1, np.int32)
-        np.cumsum(plan.query_lens, out=starts[1:])
-        starts_cpu, seq_lens = torch.from_numpy(starts), torch.from_numpy(plan.seq_lens)
-        return CommonAttentionMetadata(
-            query_start_loc=starts_cpu.to(self._device, non_blocking=True),
-            query_start_loc_cpu=starts_cpu,
-            seq_lens=seq_lens.to(self._device, non_blocking=True),
-            seq_lens_cpu_upper_bound=seq_lens,
-            num_reqs=len(plan.query_lens),
-            num_actual_tokens=plan.num_rows,
-            max_query_len=int(plan.query_lens.max()),
-            max_seq_len=int(plan.seq_lens.max()),
-            block_table_tensor=self._on_device(plan.tables),
-            slot_mapping=slots,
-            causal=True,
-        )
 
     def _on_device(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_spec_ext.engine.models.common_metadata import common_metadata
 from vllm_spec_ext.engine.views.layer_tables import LayerTables
 from vllm_spec_ext.engine.views.page_layout import PageBudget
 from vllm_spec_ext.engine.views.page_means import KeyReader, PageMeans
-from vllm_spec_ext.engine.views.view_pass import Int32s, ViewPass
+from vllm_spec_ext.engine.views.view_pass import ViewPass
 from vllm_spec_ext.proposers.views import ViewSpec
 
 if TYPE_CHECKING:
@@ -134,8 +133,10 @@ class PagedTarget:
         self, view: LayerTables, plan: ViewPass, slots: torch.Tensor
     ) -> dict[str, "CPUAttentionMetadata"]:
         """Of each layer; the other backends' have a block table, too."""
-        shared = self._common(plan, plan.view_lens, view.shared(), slots)
-        full = self._common(plan, plan.full_lens, view.full(), slots) if view.differ else shared
+        shared = common_metadata(plan.query_lens, plan.view_lens, view.shared(), slots)
+        full = shared
+        if view.differ:
+            full = common_metadata(plan.query_lens, plan.full_lens, view.full(), slots)
         metadata = {}
         for group in self._groups:
             built = group.build_metadata_for_drafting(shared, 0)
@@ -153,26 +154,6 @@ class PagedTarget:
                     metadata[name] = copy(built)
                     metadata[name].block_table = own
         return metadata
-
-    def _common(
-        self, plan: ViewPass, lengths: Int32s, table: torch.Tensor, slots: torch.Tensor
-    ) -> CommonAttentionMetadata:
-        starts = np.zeros(len(plan.query_lens) + 1, np.int32)
-        np.cumsum(plan.query_lens, out=starts[1:])
-        starts_cpu, seq_lens = torch.from_numpy(starts), torch.from_numpy(lengths)
-        return CommonAttentionMetadata(
-            query_start_loc=starts_cpu.to(self._device, non_blocking=True),
-            query_start_loc_cpu=starts_cpu,
-            seq_lens=seq_lens.to(self._device, non_blocking=True),
-            seq_lens_cpu_upper_bound=seq_lens,
-            num_reqs=len(plan.query_lens),
-            num_actual_tokens=plan.num_rows,
-            max_query_len=int(plan.query_lens.max()),
-            max_seq_len=int(lengths.max()),
-            block_table_tensor=table,
-            slot_mapping=slots,
-            causal=True,
-        )
 
     def _wrap_attention(self, layer_name: str, impl: "CPUAttentionBackendImpl") -> None:
         """Before a layer attends in a pass of ours, let it choose its pages."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_spec_ext.engine.models.kv_binding import BACKENDS
+from vllm_spec_ext.engine.models.kv_binding import check_backend
 from vllm_spec_ext.engine.views.page_means import columns_of_keys, rows_of_keys
 from vllm_spec_ext.errors import UnsupportedError
 
@@ -67,17 +67,7 @@ def check_layers(runner: "GPUModelRunner", kv_by_layer: Mapping[str, torch.Tenso
         )
     layers = runner.compilation_config.static_forward_context
     for group in used[0]:
-        backend = group.backend.get_name()
-        if backend not in BACKENDS:
-            raise UnsupportedError(
-                f"views of the cache: found attention backend {backend}, expected one of "
-                f"{', '.join(BACKENDS)}; choose one with --attention-backend"
-            )
-        if group.kernel_block_size is not None:
-            raise UnsupportedError(
-                "views of the cache: the attention kernel splits KV blocks; choose its own size "
-                "with --block-size"
-            )
+        check_backend(group, "views of the cache")
         for name in group.layer_names:
             if name not in kv_by_layer:
                 raise UnsupportedError(

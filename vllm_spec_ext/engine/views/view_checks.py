@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
+from vllm_spec_ext.engine.models.draft_checks import windows_of
 from vllm_spec_ext.errors import UnsupportedError
 from vllm_spec_ext.proposers.views import ViewSpec
 
@@ -74,10 +75,8 @@ def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig
         yield (
             "latent attention (MLA): found it, expected keys and values by head; use another model"
         )
-    window = model.get_sliding_window()
-    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ()) - {"full_attention"}
-    if window is not None or kinds:
-        found = f"a window of {window} tokens" if window is not None else ", ".join(sorted(kinds))
+    found = windows_of(model)
+    if found is not None:
         yield (
             f"sliding windows: found {found}, expected full attention in all layers; start the "
             "engine with --disable-sliding-window, or use another model"
