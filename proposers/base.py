@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions, RequestOptions
 from vllm_spec_ext.proposers.description import Needs, ProposerInfo, proposer
 from vllm_spec_ext.proposers.models import Branch, DraftModel, ModelSpec
@@ -135,6 +136,20 @@ class BaseProposer(ABC):
 
     def start(self, engine: EngineHandle) -> None:
         """Nothing to load."""
+
+    def loaded_models(self, engine: EngineHandle) -> Sequence[DraftModel]:
+        """The draft models that it asked for; for :meth:`start`.
+
+        Raises:
+            SpecExtError: There is no engine that runs models, as in a replay of recorded texts.
+        """
+        wanted = len(self.models(self.options))
+        if len(engine.models) != wanted:
+            raise SpecExtError(
+                f"{self.info.name}: found {len(engine.models)} loaded draft models, expected "
+                f"{wanted}; only an engine runs them, so measure with `vllm-spec bench` or `plan`"
+            )
+        return engine.models
 
     @abstractmethod
     def propose(self, step: StepContext) -> list[Draft]:

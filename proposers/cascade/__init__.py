@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions, RequestOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
@@ -120,13 +119,7 @@ class Cascade(BaseProposer):
         Raises:
             SpecExtError: There is no engine that runs models, as in a replay of recorded texts.
         """
-        wanted = len(self.models(self._options))
-        if len(engine.models) != wanted:
-            raise SpecExtError(
-                f"{self.info.name}: found {len(engine.models)} loaded draft models, expected "
-                f"{wanted}; only an engine runs them, so measure with `vllm-spec bench` or `plan`"
-            )
-        self.start_with(engine, [HostedReviewer(model) for model in engine.models])
+        self.start_with(engine, [HostedReviewer(model) for model in self.loaded_models(engine)])
 
     def start_with(self, engine: EngineHandle, reviewers: Sequence[Reviewer]) -> None:
         """Start with these levels above the methods, whatever they are.

@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
@@ -69,13 +68,8 @@ class TreeDrafting(BaseProposer):
         Raises:
             SpecExtError: There is no engine that runs models, as in a replay of recorded texts.
         """
-        wanted = len(self.models(self.options))
-        if len(engine.models) != wanted:
-            raise SpecExtError(
-                f"{self.info.name}: found {len(engine.models)} loaded draft models, expected "
-                f"{wanted}; only an engine runs them, so measure with `vllm-spec bench` or `plan`"
-            )
-        self._models = engine.models
+        self._models = self.loaded_models(engine)
+        wanted = len(self._models)
         self._max_depth = min(self._extent.max_depth, engine.num_speculative_tokens)
         self._learning = Learning(wanted)
         self._retries = [Retries() for _ in range(wanted)]
