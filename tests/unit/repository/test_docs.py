@@ -49,6 +49,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nothing_of_a_merge_is_left(page: Path) -> None:
+    found = re.findall(r"^(?:<{7}|>{7}|\|{7}|={7}) ?.*$", page.read_text(), re.MULTILINE)
+    assert found == []
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (DOCS / "index.md").read_text()
     assert [p.name for p in DOCS.glob("*.md") if p.name != "index.md" and p.name not in index] == []
