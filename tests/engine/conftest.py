@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from generation import run, tokens
+from scenarios import SCENARIOS
 from tiny_engine import start_engine
 from tiny_model import build_tiny_model
 
@@ -104,3 +106,15 @@ def make_engine(tiny_model: Path, _one_process_many_engines: None) -> Iterator[E
         for key in list(engines):
             engines.pop(key).llm_engine.engine_core.shutdown()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def plain(make_engine: EngineFactory) -> Any:
+    """An engine that does not draft."""
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Any) -> dict[str, Any]:
+    """What it answers in each scenario."""
+    return {name: tokens(run(plain, SCENARIOS[name])) for name in SCENARIOS}

@@ -10,6 +10,7 @@ from generation import sampling_params
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and"
 NUM_SAMPLES = 600
+MANY_SAMPLES = 2400
 NUM_TOKENS = 3  # whose joint distribution is compared ...
 MAX_TOKENS = 7  # ... out of so many, because a draft holds no more nodes than tokens are left
 SAME, DIFFERENT = 1e-3, 1e-6
@@ -48,6 +49,26 @@ def first_tokens(engine: Any, params: Sequence[Any], seed: int = 0) -> list[Hash
     torch.manual_seed(seed)
     outputs = engine.generate([PROMPT] * len(params), list(params), use_tqdm=False)
     return [tuple(out.outputs[0].token_ids[:NUM_TOKENS]) for out in outputs]
+
+
+def samples_of(
+    make_engine: Callable[..., Any],
+    law: dict[str, Any],
+    speculative_config: dict[str, Any] | None = None,
+) -> list[Hashable]:
+    """Many samples of the first tokens, 64 requests at a time.
+
+    Args:
+        make_engine: The fixture.
+        law: Parameters of sampling.
+        speculative_config: Of the engine; None = it decodes plainly, and only these tokens.
+    """
+    engine: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    if speculative_config is not None:
+        engine["speculative_config"] = speculative_config
+    num_tokens = NUM_TOKENS if speculative_config is None else MAX_TOKENS
+    params = sampling_params({**law, "max_tokens": num_tokens})
+    return first_tokens(make_engine(**engine), [params] * MANY_SAMPLES)
 
 
 def of_plain_engine(sample: Sample) -> Callable[[str], list[Hashable]]:

@@ -7,7 +7,6 @@ the target accepts all of it. And page means are compared with the cache at ever
 
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from vllm_spec_ext.engine.views.layer_tables import LayerTables
 from vllm_spec_ext.engine.views.page_means import columns_of_keys
 from vllm_spec_ext.engine.views.target_view import HostedView
 from vllm_spec_ext.engine.views.view_binding import check_layers, depth_of
-from vllm_spec_ext.engine.views.view_checks import check_views
 from vllm_spec_ext.engine.views.view_host import ViewHost
 from vllm_spec_ext.engine.watching.model_counters import model_readings
 from vllm_spec_ext.errors import UnsupportedError
@@ -69,16 +67,6 @@ LONG = Scenario(
     [{"max_tokens": n, "ignore_eos": True} for n in (30, 60, 24, 45, 60, 33)], LONG_PROMPTS
 )
 SIZES = {"max_model_len": 384, "max_num_seqs": 6}
-
-
-@pytest.fixture(scope="module")
-def plain(make_engine: Any) -> Any:
-    return make_engine()
-
-
-@pytest.fixture(scope="module")
-def expected(plain: Any) -> dict[str, Any]:
-    return {name: tokens(run(plain, SCENARIOS[name])) for name in SCENARIOS}
 
 
 @pytest.fixture(scope="module")
@@ -506,51 +494,6 @@ def test_other_layouts_of_a_cpu_s_cache(tiny_model: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *args: "amx")
     with pytest.raises(UnsupportedError, match='found KV in the layout of "amx"'):
         start(tiny_model, METHOD)
-
-
-FULL_ATTENTION: dict[str, Any] = {
-    "use_mla": False,
-    "hf_text_config": SimpleNamespace(),
-    "get_sliding_window": lambda: None,
-    "attention_chunk_size": None,
-    "uses_mrope": False,
-    "is_mm_prefix_lm": False,
-    "rswa_window": None,
-    "is_moe": False,
-    "dtype": torch.float32,
-    "get_head_size": lambda: 64,
-    "get_total_num_hidden_layers": lambda: 4,
-    "hf_config": None,
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"use_mla": True}, r"latent attention \(MLA\): found it, expected keys and values"),
-        ({"get_sliding_window": lambda: 4096}, "found a window of 4096 tokens, expected full"),
-        (
-            {"hf_text_config": SimpleNamespace(layer_types=["full_attention", "chunked"])},
-            "sliding windows: found chunked",
-        ),
-        ({"attention_chunk_size": 8192}, "chunked attention: expected full attention"),
-        ({"uses_mrope": True}, r"\(M-RoPE\): expected one position a token"),
-        ({"is_mm_prefix_lm": True}, "attends to images in both directions"),
-        ({"is_moe": True}, "data_parallel_size=2 and a mixture of experts"),
-        ({"get_head_size": lambda: 80}, 'found KV in the layout of "vec16"'),
-    ],
-)
-def test_targets_whose_cache_cannot_be_seen_in_part(changes: dict[str, Any], words: str) -> None:
-    args: Any = SimpleNamespace(enable_lora=False, kv_cache_dtype="auto", block_size=32)
-    parallel: Any = SimpleNamespace(data_parallel_size=2)
-    fine: Any = SimpleNamespace(**FULL_ATTENTION)
-    check_views([ViewSpec("a")], "cache_view", args, fine, parallel)
-    check_views([], "nothing", args, fine, parallel)
-    model: Any = SimpleNamespace(**{**FULL_ATTENTION, **changes})
-    with pytest.raises(UnsupportedError, match=f"cache_view runs the target .*{words}"):
-        check_views([ViewSpec("a")], "cache_view", args, model, parallel)
-    if "vec16" in words:
-        check_views([ViewSpec("a", "stream")], "cache_view", args, model, parallel)
 
 
 def test_layers_that_the_front_end_cannot_see(

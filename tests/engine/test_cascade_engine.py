@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from generation import run, run_with_aborts, sampling_params, tokens
 from homogeneity import same_distribution_p_value
-from sampling_distributions import DIFFERENT, NUM_TOKENS, SAME, first_tokens
+from sampling_distributions import DIFFERENT, SAME, samples_of
 from save_drafts import save_draft
 from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_greedy_identity import runner_of
@@ -70,16 +70,6 @@ def with_folders(config: dict[str, Any], drafts: dict[str, str]) -> dict[str, An
         for level in config["levels"]
     ]
     return {**STEADY, **config, "levels": levels}
-
-
-@pytest.fixture(scope="module")
-def plain(make_engine: Any) -> Any:
-    return make_engine()
-
-
-@pytest.fixture(scope="module")
-def expected(plain: Any) -> dict[str, Any]:
-    return {name: tokens(run(plain, SCENARIOS[name])) for name in SCENARIOS}
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +137,17 @@ def test_the_target_accepts_all_of_itself(
         assert num_right >= 15, scenario
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("scenario", SCENARIOS)
+# The free scenarios of most cascades are those above.
+CASES = [
+    (scenario, name)
+    for scenario in SCENARIOS
+    for name in METHODS
+    if name == "cs_drafting" or scenario not in FREE
+]
+
+
+@pytest.mark.parametrize(("scenario", "name"), CASES)
 def test_same_tokens(scenario: str, name: str, engines: Any, expected: dict[str, Any]) -> None:
-    if name != "cs_drafting" and scenario in FREE:
-        pytest.skip("see above")
     assert tokens(run(engines(name), SCENARIOS[scenario])) == expected[scenario]
 
 
@@ -277,7 +273,6 @@ def test_a_seeded_text_does_not_depend_on_drafts(engines: Any, plain: Any) -> No
 
 # Few outcomes, all of them likely; drafts are filtered alike, so that they hit these often.
 LAW = {"temperature": 0.9, "top_k": 4, "ignore_eos": True}
-NUM_SAMPLES = 2400
 SAMPLED: dict[str, dict[str, Any]] = {
     "copies": {
         "levels": [{"method": "input_copy", "source": "prompt"}, {"model": "near", "reviews": 2}],
@@ -298,15 +293,10 @@ SAMPLED: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def sample(make_engine: Any, drafts: dict[str, str]) -> Callable[[str], list[Hashable]]:
     """Samples of the first tokens by an engine that drafts so, or "plain"."""
-    common = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
 
     def draw(name: str) -> list[Hashable]:
-        config = (
-            {} if name == "plain" else {"speculative_config": with_folders(SAMPLED[name], drafts)}
-        )
-        num_tokens = NUM_TOKENS if name == "plain" else 7
-        params = sampling_params({**LAW, "max_tokens": num_tokens})
-        return first_tokens(make_engine(**common, **config), [params] * NUM_SAMPLES)
+        config = None if name == "plain" else with_folders(SAMPLED[name], drafts)
+        return samples_of(make_engine, LAW, config)
 
     return draw
 

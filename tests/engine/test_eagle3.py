@@ -67,16 +67,6 @@ def heads(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return found
 
 
-@pytest.fixture(scope="module")
-def plain(make_engine: Any) -> Any:
-    return make_engine()
-
-
-@pytest.fixture(scope="module")
-def expected(plain: Any) -> dict[str, Any]:
-    return {name: tokens(run(plain, SCENARIOS[name])) for name in SCENARIOS}
-
-
 def own_engine(make_engine: Any, *folders: str, **options: Any) -> Any:
     config = {"method": "model_paths", "models": list(folders), "num_speculative_tokens": 4}
     return make_engine(speculative_config=config | options)

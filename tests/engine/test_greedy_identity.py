@@ -24,11 +24,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def plain(make_engine: Any) -> Any:
-    return make_engine()
-
-
 @pytest.fixture(scope="module", params=METHODS)
 def speculative(request: pytest.FixtureRequest, make_engine: Any) -> Any:
     engine = make_engine(speculative_config=METHODS[request.param])

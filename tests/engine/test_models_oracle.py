@@ -52,16 +52,6 @@ def drafts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     }
 
 
-@pytest.fixture(scope="module")
-def plain(make_engine: Any) -> Any:
-    return make_engine()
-
-
-@pytest.fixture(scope="module")
-def expected(plain: Any) -> dict[str, Any]:
-    return {name: tokens(run(plain, SCENARIOS[name])) for name in SCENARIOS}
-
-
 @pytest.fixture
 def with_models(make_engine: Any, drafts: dict[str, str]) -> Callable[..., Any]:
     def make(names: str, engine: dict[str, Any] | None = None, **options: Any) -> Any:

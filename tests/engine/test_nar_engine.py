@@ -11,7 +11,7 @@ import torch
 from generation import run, sampling_params, tokens
 from homogeneity import same_distribution_p_value
 from nar_reference import DenseDrafter
-from sampling_distributions import DIFFERENT, NUM_TOKENS, SAME, first_tokens
+from sampling_distributions import DIFFERENT, SAME, samples_of
 from save_dflash import ALL_EXTRAS, random_drafter, save_dflash
 from save_drafts import save_draft
 from scenarios import PROMPTS, SCENARIOS, Scenario
@@ -51,16 +51,6 @@ Record = tuple[tuple[int, ...], SlotHint | None, int, SlotCandidates | None]
 def drafters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("dflash")
     return {name: save_dflash(tiny_model, folder / name, **kind) for name, kind in KINDS.items()}
-
-
-@pytest.fixture(scope="module")
-def plain(make_engine: Any) -> Any:
-    return make_engine()
-
-
-@pytest.fixture(scope="module")
-def expected(plain: Any) -> dict[str, Any]:
-    return {name: tokens(run(plain, SCENARIOS[name])) for name in SCENARIOS}
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +233,6 @@ def test_copies_can_be_switched_off(
 
 # Few outcomes, all of them likely; drafts are made of the same tokens, so that they hit these.
 LAW = {"temperature": 0.9, "allowed_token_ids": [40, 42, 44], "ignore_eos": True}
-NUM_SAMPLES = 2400
 SAMPLED: dict[str, dict[str, Any]] = {
     "chosen": {"num_speculative_tokens": 3},
     "tree": {"tree": True, "num_speculative_tokens": 8},
@@ -262,13 +251,10 @@ def sample(
     drafter.norm.weight.mul_(0.05)  # a flatter distribution
     folder = tmp_path_factory.mktemp("few") / "drafter"
     drafter.save(folder)
-    common = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
 
     def draw(name: str) -> list[Hashable]:
         own = {"method": "nar", "model": str(folder), "adaptive_length": False}
-        config = {} if name == "plain" else {"speculative_config": own | SAMPLED[name]}
-        params = sampling_params({**LAW, "max_tokens": NUM_TOKENS if name == "plain" else 7})
-        return first_tokens(make_engine(**common, **config), [params] * NUM_SAMPLES)
+        return samples_of(make_engine, LAW, None if name == "plain" else own | SAMPLED[name])
 
     return draw
 

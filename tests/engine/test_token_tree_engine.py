@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from generation import run, sampling_params, tokens
 from homogeneity import same_distribution_p_value
-from sampling_distributions import DIFFERENT, NUM_TOKENS, SAME, first_tokens
+from sampling_distributions import DIFFERENT, SAME, samples_of
 from scenarios import SCENARIOS
 from test_greedy_identity import runner_of
 from test_models_oracle import FREE, save_draft
@@ -57,16 +57,6 @@ def with_folders(config: dict[str, Any], drafts: dict[str, str]) -> dict[str, An
     else:
         config["models"] = [drafts[name] for name in config["models"]]
     return {**config, **STEADY}
-
-
-@pytest.fixture(scope="module")
-def plain(make_engine: Any) -> Any:
-    return make_engine()
-
-
-@pytest.fixture(scope="module")
-def expected(plain: Any) -> dict[str, Any]:
-    return {name: tokens(run(plain, SCENARIOS[name])) for name in SCENARIOS}
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +192,6 @@ def test_what_does_not_pay_runs_no_pass(
 
 # Few outcomes, all of them likely; drafts are filtered alike, so that they hit these often.
 LAW = {"temperature": 0.9, "top_k": 4, "ignore_eos": True}
-NUM_SAMPLES = 2400
 SAMPLED: dict[str, dict[str, Any]] = {
     "chain": {"method": "small_model", "model": "near", "num_speculative_tokens": 3},
     "tree": {
@@ -246,15 +235,10 @@ def sample(
         "near": save_noisy(tiny_model, folder / "near", 0.05, 1),
         "nearby": save_noisy(tiny_model, folder / "nearby", 0.05, 2),
     }
-    common = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
 
     def draw(name: str) -> list[Hashable]:
-        config = (
-            {} if name == "plain" else {"speculative_config": with_folders(SAMPLED[name], drafts)}
-        )
-        num_tokens = NUM_TOKENS if name == "plain" else 7
-        params = sampling_params({**LAW, "max_tokens": num_tokens})
-        return first_tokens(make_engine(**common, **config), [params] * NUM_SAMPLES)
+        config = None if name == "plain" else with_folders(SAMPLED[name], drafts)
+        return samples_of(make_engine, LAW, config)
 
     return draw
 

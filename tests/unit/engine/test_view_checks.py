@@ -28,28 +28,57 @@ def test_a_method_that_is_off_has_no_views(
     assert len(wanted_views(CacheView.views(options), CacheView.info, options)) == number
 
 
+FULL_ATTENTION: dict[str, Any] = {
+    "use_mla": False,
+    "hf_text_config": SimpleNamespace(),
+    "get_sliding_window": lambda: None,
+    "attention_chunk_size": None,
+    "uses_mrope": False,
+    "is_mm_prefix_lm": False,
+    "rswa_window": None,
+    "is_moe": False,
+    "dtype": torch.float32,
+    "get_head_size": lambda: 64,
+    "get_total_num_hidden_layers": lambda: 4,
+    "hf_config": None,
+}
+
+
 def check(kind: Any, **changes: Any) -> None:
     """A target with full attention, but for these changes."""
-    model: Any = SimpleNamespace(
-        **{
-            "use_mla": False,
-            "hf_text_config": SimpleNamespace(),
-            "get_sliding_window": lambda: None,
-            "attention_chunk_size": None,
-            "uses_mrope": False,
-            "is_mm_prefix_lm": False,
-            "rswa_window": None,
-            "is_moe": False,
-            "dtype": torch.float32,
-            "get_head_size": lambda: 64,
-            "get_total_num_hidden_layers": lambda: 4,
-            "hf_config": None,
-            **changes,
-        }
-    )
+    model: Any = SimpleNamespace(**{**FULL_ATTENTION, **changes})
     args: Any = SimpleNamespace(enable_lora=False, kv_cache_dtype="auto", block_size=32)
     parallel: Any = SimpleNamespace(data_parallel_size=1)
     check_views([ViewSpec("a", kind)], "cache_view", args, model, parallel)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_mla": True}, r"latent attention \(MLA\): found it, expected keys and values"),
+        ({"get_sliding_window": lambda: 4096}, "found a window of 4096 tokens, expected full"),
+        (
+            {"hf_text_config": SimpleNamespace(layer_types=["full_attention", "chunked"])},
+            "sliding windows: found chunked",
+        ),
+        ({"attention_chunk_size": 8192}, "chunked attention: expected full attention"),
+        ({"uses_mrope": True}, r"\(M-RoPE\): expected one position a token"),
+        ({"is_mm_prefix_lm": True}, "attends to images in both directions"),
+        ({"is_moe": True}, "data_parallel_size=2 and a mixture of experts"),
+        ({"get_head_size": lambda: 80}, 'found KV in the layout of "vec16"'),
+    ],
+)
+def test_targets_whose_cache_cannot_be_seen_in_part(changes: dict[str, Any], words: str) -> None:
+    args: Any = SimpleNamespace(enable_lora=False, kv_cache_dtype="auto", block_size=32)
+    parallel: Any = SimpleNamespace(data_parallel_size=2)
+    fine: Any = SimpleNamespace(**FULL_ATTENTION)
+    check_views([ViewSpec("a")], "cache_view", args, fine, parallel)
+    check_views([], "nothing", args, fine, parallel)
+    model: Any = SimpleNamespace(**{**FULL_ATTENTION, **changes})
+    with pytest.raises(UnsupportedError, match=f"cache_view runs the target .*{words}"):
+        check_views([ViewSpec("a")], "cache_view", args, model, parallel)
+    if "vec16" in words:
+        check_views([ViewSpec("a", "stream")], "cache_view", args, model, parallel)
 
 
 def test_windows_that_differ_for_prompt_and_output_are_refused() -> None:
