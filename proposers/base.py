@@ -151,6 +151,32 @@ class BaseProposer(ABC):
             )
         return engine.models
 
+    def loaded_views(self, engine: EngineHandle) -> Sequence[TargetView] | None:
+        """The views that it asked for, for :meth:`start`; None where one is not for this CPU.
+
+        Then it drafts nothing, and the log says why.
+
+        Raises:
+            SpecExtError: There is no engine that runs a target, as in a replay of recorded texts.
+        """
+        wanted = self.views(self.options)
+        on_cpu = engine.device is not None and engine.device.type == "cpu"
+        if on_cpu and not all(spec.on_cpus for spec in wanted):
+            import logging
+
+            logging.getLogger("vllm.spec_ext").info(
+                "vllm-spec-ext: %s drafts nothing on this CPU: %s",
+                self.info.name,
+                self.info.off_on_cpus,
+            )
+            return None
+        if len(engine.views) != len(wanted):
+            raise SpecExtError(
+                f"{self.info.name}: found {len(engine.views)} views of a target, expected "
+                f"{len(wanted)}; only an engine runs its target, so measure with `vllm-spec bench`"
+            )
+        return engine.views
+
     @abstractmethod
     def propose(self, step: StepContext) -> list[Draft]:
         """One draft for each of ``step.requests``, in that order."""

@@ -36,8 +36,7 @@ class ProposerInfo:
     tree: bool  # may draft branches
     best_for: str
     cost: str
-    off_on_cpus: str = ""  # why it drafts nothing on CPUs, unless its option `draft_on_cpu` is
-    # true; empty = it does
+    off_on_cpus: str = ""  # what is off on CPUs, why, and how it is put on; empty = nothing
 
 
 ProposerT = TypeVar("ProposerT", bound="type[BaseProposer]")

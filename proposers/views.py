@@ -2,9 +2,10 @@
 """The target between its steps, as a proposer sees it: passes over a part of its own KV cache.
 
 A method names the views it wants (:meth:`.base.BaseProposer.views`); the engine hands them over as
-``EngineHandle.views``, in that order. In a *round* (:meth:`TargetView.begin`) the target reads
-drafted tokens behind the certain ones, and attends to what the view shows. What it wrote is
-overwritten by the next step of the target; a round ends with ``propose``, or with the next one.
+``EngineHandle.views``, in that order, on a CPU without those that are not for CPUs. In a *round*
+(:meth:`TargetView.begin`) the target reads drafted tokens behind the certain ones, and attends to
+what the view shows. What it wrote is overwritten by the next step of the target; a round ends with
+``propose``, or with the next one.
 """
 
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ class ViewSpec:
     recent: int = 128  # last tokens, always in sight; "stream" shows all of the budget but the sink
     refresh: int = 1  # "retrieval": rounds of a request from one choice of pages to the next
     dense_layers: tuple[int, ...] = ()  # layers that see everything
+    on_cpus: bool = True  # False: on a CPU the engine leaves the view out
 
 
 @dataclass(frozen=True)

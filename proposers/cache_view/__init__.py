@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
@@ -29,6 +28,7 @@ from vllm_spec_ext.proposers.base import (
 )
 from vllm_spec_ext.proposers.cache_view.gate import ViewGate
 from vllm_spec_ext.proposers.cache_view.options import CacheViewOptions
+from vllm_spec_ext.proposers.view_options import OFF_ON_CPUS
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +62,7 @@ class _Chain:
     best_for="long contexts on GPUs, where reading KV takes most of a step: from about 27k tokens "
     "of a 7B model with full heads (predicted; not measured)",
     cost="a forward pass of the target for each draft token, over the weights and the KV in sight",
-    off_on_cpus="there verifying several tokens costs more than reading KV, so it drafts nothing; "
-    '"draft_on_cpu": true makes it draft',
+    off_on_cpus=OFF_ON_CPUS.format(what="it drafts"),
 )
 class CacheView(BaseProposer):
     """A chain that the target drafts over one view."""
@@ -79,17 +78,7 @@ class CacheView(BaseProposer):
     def views(cls, options: MethodOptions) -> Sequence[ViewSpec]:
         """The one that it drafts over."""
         asked = cast(CacheViewOptions, options)
-        return [
-            ViewSpec(
-                "cache_view",
-                asked.view,
-                asked.budget,
-                asked.sink,
-                asked.recent,
-                asked.refresh,
-                asked.dense_layers,
-            )
-        ]
+        return [asked.spec("cache_view", on_cpus=asked.draft_on_cpu)]
 
     def start(self, engine: EngineHandle) -> None:
         """Take the view of the target.
@@ -97,22 +86,10 @@ class CacheView(BaseProposer):
         Raises:
             SpecExtError: There is no engine, as in a replay of recorded texts.
         """
-        on_cpu = engine.device is not None and engine.device.type == "cpu"
-        if on_cpu and not self._options.draft_on_cpu:
-            import logging
-
-            logging.getLogger("vllm.spec_ext").info(
-                "vllm-spec-ext: %s drafts nothing on this CPU: %s",
-                self.info.name,
-                self.info.off_on_cpus,
-            )
+        views = self.loaded_views(engine)
+        if views is None:
             return
-        if len(engine.views) != 1:
-            raise SpecExtError(
-                f"{self.info.name}: found {len(engine.views)} views of a target, expected 1; only "
-                "an engine runs its target, so measure with `vllm-spec bench`"
-            )
-        (self._view,) = engine.views
+        (self._view,) = views
         depth = engine.num_speculative_tokens
         self._gate = ViewGate(self._view, depth, self._options.adaptive_length)
 

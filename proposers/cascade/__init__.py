@@ -7,9 +7,12 @@ best level write the first tokens, which matter most, and cheaper ones the rest.
 any method that needs no model as a level, requests with a temperature (each level reviews by
 speculative sampling and reports what it really drew from), batches, and rounds only where they pay.
 
-A level that reviews is a model (:mod:`.reviewer`); methods see verified tokens alone
-(:mod:`.sources`); :mod:`.writing` is the recursion, :mod:`.judging` the rules of acceptance,
-:mod:`.round` the passes of a batch.
+The last level may be the target itself over a part of its KV cache, which reviews what a small
+model or a method wrote: TriForce (Sun et al. 2024).
+
+A level that reviews is a model (:mod:`.reviewer`) or a view (:mod:`.view_reviewer`); methods see
+verified tokens alone (:mod:`.sources`); :mod:`.writing` is the recursion, :mod:`.judging` the rules
+of acceptance, :mod:`.round` the passes of a batch.
 """
 
 from collections.abc import Sequence
@@ -31,15 +34,25 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
     TargetFacts,
+    ViewSpec,
     proposer,
 )
-from vllm_spec_ext.proposers.cascade.options import CascadeOptions, MethodLevel, ModelLevel
+from vllm_spec_ext.proposers.cascade.options import (
+    CascadeOptions,
+    Level,
+    MethodLevel,
+    ModelLevel,
+    ReviewingLevel,
+    ViewLevel,
+)
 from vllm_spec_ext.proposers.cascade.reviewer import HostedReviewer, Reviewer
 from vllm_spec_ext.proposers.cascade.round_payoff import Kind, RoundPayoff
+from vllm_spec_ext.proposers.cascade.view_reviewer import ViewReviewer
 from vllm_spec_ext.proposers.growth.model_names import specs
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.proposers.input_copy.options import InputCopyRequest
 from vllm_spec_ext.proposers.payoff.forward_payoff import StepPrices, TokenSeconds
+from vllm_spec_ext.proposers.view_options import OFF_ON_CPUS
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +82,7 @@ class _Waiting:
     needs_checkpoint=True,
     best_for="text that repeats in part, where a model several times faster than the target exists",
     cost="a pass of a draft model for each review, over a handful of rows",
+    off_on_cpus=OFF_ON_CPUS.format(what="a cascade with a view as a level drafts"),
 )
 class Cascade(BaseProposer):
     """See the module docstring."""
@@ -88,6 +102,8 @@ class Cascade(BaseProposer):
         self._num_methods = len(methods)
         self._methods: list[Method] = []
         self._reviewers: dict[int, Reviewer] = {}
+        self._view: ViewReviewer | None = None
+        self._is_off = False
         self._rungs: list[Rung] = []
         self._waiting: dict[str, _Waiting] = {}
         self._read: dict[str, int] = {}  # tokens of a request at its last round
@@ -108,6 +124,16 @@ class Cascade(BaseProposer):
             [(level.model, level.quantization) for level in levels if isinstance(level, ModelLevel)]
         )
 
+    @classmethod
+    def views(cls, options: MethodOptions) -> Sequence[ViewSpec]:
+        """The last level's, if it is one."""
+        asked = cast(CascadeOptions, options)
+        return [
+            level.spec(level.view, on_cpus=asked.draft_on_cpu)
+            for level in asked.levels
+            if isinstance(level, ViewLevel)
+        ]
+
     @staticmethod
     def resolve_request(options: RequestOptions, facts: RequestFacts) -> InputCopyRequest:
         """As of ``input_copy``, which may be a level; raises RequestOptionError."""
@@ -119,13 +145,21 @@ class Cascade(BaseProposer):
         Raises:
             SpecExtError: There is no engine that runs models, as in a replay of recorded texts.
         """
-        self.start_with(engine, [HostedReviewer(model) for model in self.loaded_models(engine)])
+        views = self.loaded_views(engine)
+        if views is None:
+            self._is_off = True
+            return
+        reviewers: list[Reviewer] = [HostedReviewer(one) for one in self.loaded_models(engine)]
+        if views:
+            self._view = ViewReviewer(views[0])
+            reviewers.append(self._view)
+        self.start_with(engine, reviewers)
 
     def start_with(self, engine: EngineHandle, reviewers: Sequence[Reviewer]) -> None:
         """Start with these levels above the methods, whatever they are.
 
         Args:
-            engine: The models of it are not used.
+            engine: Its models and views are not used.
             reviewers: The lowest level first.
         """
         from vllm_spec_ext.proposers.cascade.sources import Method
@@ -133,7 +167,7 @@ class Cascade(BaseProposer):
 
         options = self._options
         for one in self._proposers:
-            one.start(replace(engine, models=(), block_drafters=(), is_level=True))
+            one.start(replace(engine, models=(), block_drafters=(), views=(), is_level=True))
         self._methods = [Method(one, engine.vocab_size) for one in self._proposers]
         self._reviewers = dict(enumerate(reviewers, self._num_methods))
         self._lenience = {level: options.lenience_of(level) for level in self._reviewers}
@@ -152,12 +186,14 @@ class Cascade(BaseProposer):
         import torch
 
         drafts = [EMPTY_DRAFT] * len(step.requests)
+        if self._is_off:
+            return drafts
         prices = self._observe_step(step)
         # The methods see all new tokens, whatever is drafted.
         found = [method.ask(step) for method in self._methods]
         kinds: dict[int, Kind] = {}
         for row, request in enumerate(step.requests):
-            if request.room > 0 and request.options.enabled:
+            if request.room > 0 and request.options.enabled and self._is_long(request):
                 is_guessed = any(sources[row].tokens for sources in found)
                 kinds[row] = Kind(is_guessed, self._draws(request))
                 self._waiting.pop(request.request_id, None)  # a draft that had no outcome
@@ -178,6 +214,8 @@ class Cascade(BaseProposer):
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how far drafts are accepted; methods learn how far theirs were."""
+        if self._is_off:
+            return
         for outcome in outcomes:
             self._value.verified(outcome.num_drafted)
             waiting = self._waiting.pop(outcome.request_id, None)
@@ -206,6 +244,12 @@ class Cascade(BaseProposer):
 
     def _draws(self, request: RequestStep) -> bool:
         return self._options.draw and request.may_be_drawn
+
+    def _is_long(self, request: RequestStep) -> bool:
+        """Whether the last level saves anything: a view that hides nothing is the whole target."""
+        if self._view is None or not self.options.adaptive_length:
+            return True
+        return self._view.hides(len(request.token_ids))
 
     def _observe_step(self, step: StepContext) -> StepPrices:
         """Prices of this step; nothing is known, so nothing held back, with adaptive_length off."""
@@ -270,8 +314,8 @@ class Cascade(BaseProposer):
         return Draft(tokens, probs=_rows(text), sources=names)
 
 
-def _writes_alone(level: MethodLevel | ModelLevel) -> bool:
-    return isinstance(level, ModelLevel) and level.alone
+def _writes_alone(level: Level) -> bool:
+    return isinstance(level, ReviewingLevel) and level.alone
 
 
 def _rows(text: "Text") -> "torch.Tensor":

@@ -9,7 +9,8 @@ from pydantic import Field, StringConstraints, ValidationError, model_validator
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError, shown
 from vllm_spec_ext.options import MethodOptions, Options, parse_options
 from vllm_spec_ext.proposers.base import BaseProposer
-from vllm_spec_ext.proposers.cascade.presets import with_cs_drafting
+from vllm_spec_ext.proposers.cascade import presets
+from vllm_spec_ext.proposers.view_options import ViewOptions
 
 Name = Annotated[str, StringConstraints(min_length=1)]
 Tokens = Annotated[int, Field(ge=0, le=128)]
@@ -87,20 +88,14 @@ class MethodLevel(Options):
             )
         if proposer.views(options):
             raise SpecExtError(
-                f"level {self.method} drafts with the target over a view of its cache, and a level "
-                "has no target; use it as a method by itself"
+                f"level {self.method} drafts with the target over a view of its cache, and does "
+                'not review; write the last level {"view": "retrieval"}'
             )
         return options
 
 
-class ModelLevel(Options):
-    """A draft model: ``{"model": FOLDER, ...}``."""
-
-    model: Name
-    """Folder (or Hugging Face Hub name)."""
-
-    quantization: Name | None = None
-    """How its weights are quantized, as vLLM's option; ``null`` as its files say."""
+class ReviewingLevel(Options):
+    """What a level that reviews has, whatever it is."""
 
     reviews: Tokens | list[Tokens] | None = None
     """Tokens that the next level below writes for one review, 8 by default; where that is a method,
@@ -115,17 +110,35 @@ class ModelLevel(Options):
     draft there."""
 
 
+class ModelLevel(ReviewingLevel):
+    """A draft model: ``{"model": FOLDER, ...}``."""
+
+    model: Name
+    """Folder (or Hugging Face Hub name)."""
+
+    quantization: Name | None = None
+    """How its weights are quantized, as vLLM's option; ``null`` as its files say."""
+
+
+class ViewLevel(ViewOptions, ReviewingLevel):
+    """The target itself over a part of its KV cache: ``{"view": "retrieval", ...}``."""
+
+
+Level = MethodLevel | ModelLevel | ViewLevel
+
+
 def _read_level(number: int, given: Any) -> Any:
     """The class that one object of ``levels`` is meant to be; raises SpecExtError."""
-    if isinstance(given, MethodLevel | ModelLevel):
+    if isinstance(given, Level):
         return given
-    if not isinstance(given, Mapping) or not {"method", "model"} & given.keys():
+    if not isinstance(given, Mapping) or not {"method", "model", "view"} & given.keys():
         raise SpecExtError(
-            f'level {number}: expected an object {{"method": ...}} or {{"model": ...}}; '
-            f"found {shown(given)}"
+            f'level {number}: expected an object {{"method": ...}}, {{"model": ...}} or '
+            f'{{"view": ...}}; found {shown(given)}'
         )
     if "method" not in given:
-        return parse_options(ModelLevel, given, f"level {number}")
+        kind = ModelLevel if "model" in given else ViewLevel
+        return parse_options(kind, given, f"level {number}")
     try:
         return MethodLevel.model_validate(given)
     except ValidationError as error:
@@ -137,7 +150,8 @@ def _with_cs_drafting(given: Mapping[str, Any], levels: Sequence[Any]) -> dict[s
     """Options with the preset's values where there are none; raises SpecExtError."""
     methods = [level for level in levels if isinstance(level, MethodLevel)]
     models = [level for level in levels if isinstance(level, ModelLevel)]
-    tokens, reviews, lenience = with_cs_drafting(len(methods), len(models))
+    num_views = len(levels) - len(methods) - len(models)
+    tokens, reviews, lenience = presets.cs_drafting(len(methods), len(models), num_views)
     values = {"tokens": tokens, "lenience": lenience, **given}
     if methods and levels[0] is not methods[0]:
         return values  # refused later
@@ -149,18 +163,33 @@ def _with_cs_drafting(given: Mapping[str, Any], levels: Sequence[Any]) -> dict[s
     return values
 
 
+def _with_triforce(given: Mapping[str, Any], levels: Sequence[Any]) -> dict[str, Any]:
+    """Options with the preset's values where there are none."""
+    values = {"tokens": presets.TRIFORCE_TOKENS, **given}
+    *below, last = levels or [None]
+    if not isinstance(last, ViewLevel):
+        below, last = list(levels), ViewLevel(budget=presets.TRIFORCE_BUDGET)
+    if last.reviews is None:
+        last = last.model_copy(update={"reviews": presets.TRIFORCE_REVIEWS})
+    values["levels"] = [*below, last]
+    return values
+
+
 class CascadeOptions(MethodOptions):
     """Options of ``cascade`` (levels that draft for each other)."""
 
-    levels: list[MethodLevel | ModelLevel]
+    levels: list[Level]
     """The levels, from the one that costs least to the one whose text the target verifies:
     first methods, as ``{"method": "input_copy"}`` with their own options beside it, then models,
-    as ``{"model": FOLDER}``. Each model reviews what the levels before it write."""
+    as ``{"model": FOLDER}``. The last one may be the target itself over a part of its KV cache,
+    ``{"view": "retrieval"}``. Each model or view reviews what the levels before it write."""
 
-    preset: Literal["cs_drafting"] | None = None
+    preset: Literal["cs_drafting", "triforce"] | None = None
     """``cs_drafting``: the numbers and the lenience of Cascade Speculative Drafting, for one or two
     models, and ``ngram`` below them if no method is given. Use it with
-    ``num_speculative_tokens=24``, or 30 for two models."""
+    ``num_speculative_tokens=24``, or 30 for two models. ``triforce``: TriForce's numbers, and a
+    retrieval view of 4,096 tokens above the other levels if no view is given. It is for contexts
+    far longer than that."""
 
     tokens: list[Tokens] | None = None
     """Tokens of a draft by level, the last level's first: ``[13, 10]`` lets the last level write
@@ -179,6 +208,11 @@ class CascadeOptions(MethodOptions):
     the levels' probabilities at the request's temperature, top-k and top-p; ``false`` drafts the
     likeliest tokens. A request with a seed is always drafted these."""
 
+    draft_on_cpu: bool = False
+    """Draft on CPUs, too, where one level is a view. There, verifying several tokens takes longer
+    than reading the KV that a view leaves out, so by default nothing is drafted. Without a view it
+    changes nothing."""
+
     @model_validator(mode="before")
     @classmethod
     def _read(cls, given: Any) -> Any:
@@ -191,27 +225,36 @@ class CascadeOptions(MethodOptions):
             values["levels"] = read
             if values.get("preset") == "cs_drafting":
                 values = _with_cs_drafting(values, read)
+            elif values.get("preset") == "triforce":
+                values = _with_triforce(values, read)
         return values
 
     @model_validator(mode="after")
     def _check_levels(self) -> Self:
         if len(self.levels) < 2:
             raise ValueError(
-                f"levels: found {len(self.levels)}, expected at least 2; one method or one model "
-                'drafts by itself as {"method": ...} or {"method": "small_model", "model": ...}'
+                f"levels: found {len(self.levels)}, expected at least 2; one method, model or view "
+                'drafts by itself as {"method": ...}, {"method": "small_model", "model": ...} or '
+                '{"method": "cache_view"}'
             )
-        is_model = [isinstance(level, ModelLevel) for level in self.levels]
-        if not any(is_model):
+        reviews = [isinstance(level, ReviewingLevel) for level in self.levels]
+        if not any(reviews):
             raise ValueError(
                 "levels: found no model, and methods review nothing; add a level "
-                '{"model": FOLDER}, or use one of the methods alone'
+                '{"model": FOLDER} or {"view": "retrieval"}, or use one of the methods alone'
             )
-        first = is_model.index(True)
-        if not all(is_model[first:]):
-            place = first + is_model[first:].index(False)
+        first = reviews.index(True)
+        if not all(reviews[first:]):
+            place = first + reviews[first:].index(False)
             raise ValueError(
-                f"levels: found a method as level {place + 1}, above a model; a method only sees "
-                "verified tokens and cannot review, so put methods first"
+                f"levels: found a method as level {place + 1}, above a model or a view; a method "
+                "only sees verified tokens and cannot review, so put methods first"
+            )
+        views = [i for i, level in enumerate(self.levels, 1) if isinstance(level, ViewLevel)]
+        if views and views != [len(self.levels)]:
+            raise ValueError(
+                f"levels: found a view as level {views[0]}, expected it as the last one, "
+                f"{len(self.levels)}; above it only the target reviews, which sees everything"
             )
         if self.tokens is not None and (
             len(self.tokens) > len(self.levels) or not sum(self.tokens)
@@ -221,7 +264,7 @@ class CascadeOptions(MethodOptions):
                 f"{len(self.levels)} levels at most, of which one is above 0"
             )
         for number, level in enumerate(self.levels):
-            if isinstance(level, ModelLevel) and len(self.reviews(number)) > number:
+            if isinstance(level, ReviewingLevel) and len(self.reviews(number)) > number:
                 raise ValueError(
                     f"level {number + 1}: reviews={level.reviews} names {len(self.reviews(number))}"
                     f" levels, and {number} are below it; give one number for each of these at most"
@@ -229,9 +272,9 @@ class CascadeOptions(MethodOptions):
         return self
 
     def reviews(self, number: int) -> list[int]:
-        """Tokens that each level below writes for a model, from the next one down."""
+        """Tokens that each level below writes for a reviewer, from the next one down."""
         level = self.levels[number]
-        if not isinstance(level, ModelLevel) or level.reviews == 0:
+        if not isinstance(level, ReviewingLevel) or level.reviews == 0:
             return []
         if isinstance(level.reviews, list):
             return list(level.reviews)
@@ -243,7 +286,7 @@ class CascadeOptions(MethodOptions):
         return [wanted] + [0] * (num_methods - 1 if number == num_methods else 0)
 
     def lenience_of(self, number: int) -> float:
-        """Of a model."""
+        """Of a reviewer."""
         level = self.levels[number]
-        own = level.lenience if isinstance(level, ModelLevel) else None
+        own = level.lenience if isinstance(level, ReviewingLevel) else None
         return self.lenience if own is None else own

@@ -3,8 +3,22 @@
 
 from vllm_spec_ext.errors import SpecExtError
 
+# TriForce (Sun et al. 2024), the best values of its ablations with Llama2-7B-128K at 122,000 tokens
+# of context. Not taken: the draft model's own streaming cache, as a draft model reads its whole
+# cache here; pages of 8 tokens, chosen for each head (here whole KV blocks, for each layer); and
+# the draw from the whole of the reviewer's distribution after a rejection, which its code does and
+# which is not lossless.
+TRIFORCE_TOKENS = [6]
+"""What the view writes for the target (gamma 2 there)."""
+TRIFORCE_REVIEWS = 2
+"""What the draft model writes for one review of the view (gamma 1)."""
+TRIFORCE_BUDGET = 4096
+"""Tokens in sight of the view."""
 
-def with_cs_drafting(num_methods: int, num_models: int) -> tuple[list[int], list[list[int]], float]:
+
+def cs_drafting(
+    num_methods: int, num_models: int, num_views: int
+) -> tuple[list[int], list[list[int]], float]:
     """Cascade Speculative Drafting (Chen et al. 2023), as its code configures it.
 
     The matrix K of the paper has a row for each reviewer, the target first: how many tokens each of
@@ -18,6 +32,7 @@ def with_cs_drafting(num_methods: int, num_models: int) -> tuple[list[int], list
     Args:
         num_methods: Levels that are methods; 0 = ``ngram`` is to be added.
         num_models: Levels that are models.
+        num_views: Levels that are views of the target.
 
     Returns:
         ``tokens``; ``reviews`` of each model, the lowest first; and the lenience.
@@ -25,11 +40,12 @@ def with_cs_drafting(num_methods: int, num_models: int) -> tuple[list[int], list
     Raises:
         SpecExtError: It has no numbers for so many levels.
     """
-    if num_methods > 1 or num_models not in (1, 2):
+    if num_methods > 1 or num_models not in (1, 2) or num_views:
+        view = " and a view" if num_views else ""
         raise SpecExtError(
-            f'preset "cs_drafting": found {num_methods} methods and {num_models} models, expected '
-            "one method at most, and one or two models; leave the preset out and give tokens and "
-            "reviews"
+            f'preset "cs_drafting": found {num_methods} methods and {num_models} models{view}, '
+            "expected one method at most, and one or two models; leave the preset out and give "
+            "tokens and reviews"
         )
     if num_models == 1:  # LLaMA-160M and the look-up: K = [[13, 10], [0, 10]], lenience 3
         return [13, 10], [[10]], 1 / 3

@@ -3,8 +3,8 @@
 
 A level above the methods *reviews*: it reads what the levels below it wrote behind the verified
 text, and says token by token what it would have written. Two things can do that: a draft model that
-the engine hosts (:class:`HostedReviewer`), and a view of the target's own KV cache. Both are used
-in three steps, so a cascade knows neither blocks nor caches:
+the engine hosts (:class:`HostedReviewer`), and the target over a view of its own KV cache
+(:mod:`.view_reviewer`). Both are used in three steps, so a cascade knows neither blocks nor caches:
 
 1. :meth:`Reviewer.begin`, once a step for each level that is used, with all requests of the round.
    Nothing runs yet. A view fixes its pages here; ``room`` bounds how far a request may be read.
@@ -15,11 +15,6 @@ in three steps, so a cascade knows neither blocks nor caches:
    in this round still stand; the next pass goes on behind them. A reviewer may be taken back below
    its last pass, as a level above it may reject what it had accepted. One token at least is always
    read again or anew, so no logits need to be kept from one pass to the next.
-
-A view whose round has one tensor of logits for all requests, leaves some of them out, and takes
-back tokens of its last pass alone, fits as the last level: split the tensor, answer None for those
-left out, and keep the count of a request less what it was given before its last pass. Nothing above
-the last level but the target rejects what it accepted, so it is never taken back further.
 
 When the step's drafting is over all of it is void. What the target accepts of it, a reviewer
 recognises by itself.

@@ -28,6 +28,8 @@ from fenced_blocks import ROOT, blocks, commands
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the name that the docs use
 START_S = 300.0
 OFFLINE_EXAMPLES = ("examples/offline_generate.py", "examples/offline_chat_batch.py")
+PAGE = "docs/quickstart.md"  # a document that is not so long
+QUESTIONS = ("What is installed first?", "Which command shows a demo?")
 BAD_REQUEST = {
     "model": MODEL,
     "prompt": "A short prompt.",
@@ -116,6 +118,9 @@ def server_runs() -> dict[str, subprocess.CompletedProcess[str]]:
         url = f"http://localhost:{port}/v1"
         example = f"{sys.executable} {ROOT}/examples/serve_and_stream.py {url}"
         results["examples/serve_and_stream.py"] = _shell(example)
+        name = "examples/long_document_questions.py"
+        asked = shlex.join([sys.executable, str(ROOT / name), str(ROOT / PAGE), *QUESTIONS])
+        results[name] = _shell(asked, {**os.environ, "OPENAI_BASE_URL": url})
         body = json.dumps(BAD_REQUEST)
         results["bad request"] = _shell(
             f"curl -sS -w '%{{http_code}}' {url}/completions -H 'Content-Type: application/json' "

@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from fenced_blocks import ROOT
 from published_runs import (
     OFFLINE_EXAMPLES,
     ONE_PROCESS,
+    QUESTIONS,
     environment,
     model_folder,
     python_runs,
@@ -26,6 +28,8 @@ pytestmark = [
 
 OWN_DRAFTS = ["examples/token_tree_offline.py", "examples/cascade_offline.py"]
 """Without a draft model the target drafts for itself."""
+
+SERVED = ["examples/serve_and_stream.py", "examples/long_document_questions.py"]
 
 ENGINE_WITH_REPEAT = """
 import json, sys
@@ -52,7 +56,7 @@ if __name__ == "__main__":
 
 def test_every_example_is_run_and_short() -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
-    run_here = {*OFFLINE_EXAMPLES, "examples/serve_and_stream.py", *OWN_DRAFTS}
+    run_here = {*OFFLINE_EXAMPLES, *SERVED, *OWN_DRAFTS}
     assert files == run_here | {"examples/custom_proposer/repeat_proposer.py"}
     assert all(len((ROOT / name).read_text().splitlines()) < 60 for name in files)
 
@@ -92,6 +96,15 @@ def test_streaming_example() -> None:
     words = done.stdout.strip().splitlines()[-1].split()
     assert words[1:3] == ["tokens", "in"]
     assert 0 < int(words[3]) < int(words[0])  # steps gave several tokens
+
+
+def test_questions_example() -> None:
+    done = server_runs()["examples/long_document_questions.py"]
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^\[(\d+) tokens, \d+ a second\]$", done.stdout, re.MULTILINE)
+    assert len(found) == len(QUESTIONS)
+    assert all(int(number) > 0 for number in found)
+    assert all(question in done.stdout for question in QUESTIONS)
 
 
 def test_custom_proposer_is_installed_and_drafts(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from generation import run, tokens
-from scenarios import SCENARIOS
+from scenarios import LONG, LONG_SIZES, SCENARIOS
 from tiny_engine import start_engine
 from tiny_model import build_tiny_model
 
@@ -118,3 +118,9 @@ def plain(make_engine: EngineFactory) -> Any:
 def expected(plain: Any) -> dict[str, Any]:
     """What it answers in each scenario."""
     return {name: tokens(run(plain, SCENARIOS[name])) for name in SCENARIOS}
+
+
+@pytest.fixture(scope="module")
+def expected_long(make_engine: EngineFactory) -> Any:
+    """What an engine that does not draft answers to prompts of many pages."""
+    return tokens(run(make_engine(**LONG_SIZES), LONG))

@@ -44,10 +44,12 @@ class Chances:
         return {"max_tokens": MAX_TOKENS, "ignore_eos": True, **given}
 
 
-def first_tokens(engine: Any, params: Sequence[Any], seed: int = 0) -> list[Hashable]:
+def first_tokens(
+    engine: Any, params: Sequence[Any], seed: int = 0, prompt: Any = PROMPT
+) -> list[Hashable]:
     """The first tokens of one output for each of these parameters; seeded requests keep theirs."""
     torch.manual_seed(seed)
-    outputs = engine.generate([PROMPT] * len(params), list(params), use_tqdm=False)
+    outputs = engine.generate([prompt] * len(params), list(params), use_tqdm=False)
     return [tuple(out.outputs[0].token_ids[:NUM_TOKENS]) for out in outputs]
 
 
@@ -55,6 +57,8 @@ def samples_of(
     make_engine: Callable[..., Any],
     law: dict[str, Any],
     speculative_config: dict[str, Any] | None = None,
+    prompt: Any = PROMPT,
+    **sizes: Any,
 ) -> list[Hashable]:
     """Many samples of the first tokens, 64 requests at a time.
 
@@ -62,13 +66,15 @@ def samples_of(
         make_engine: The fixture.
         law: Parameters of sampling.
         speculative_config: Of the engine; None = it decodes plainly, and only these tokens.
+        prompt: Of all requests.
+        **sizes: Of the engine.
     """
-    engine: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    engine: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, **sizes}
     if speculative_config is not None:
         engine["speculative_config"] = speculative_config
     num_tokens = NUM_TOKENS if speculative_config is None else MAX_TOKENS
     params = sampling_params({**law, "max_tokens": num_tokens})
-    return first_tokens(make_engine(**engine), [params] * MANY_SAMPLES)
+    return first_tokens(make_engine(**engine), [params] * MANY_SAMPLES, prompt=prompt)
 
 
 def of_plain_engine(sample: Sample) -> Callable[[str], list[Hashable]]:

@@ -82,3 +82,26 @@ SCENARIOS = {
         [{"max_tokens": 20, "n": 3, "temperature": 1.0, "top_k": 1}], PROMPTS[:3]
     ),
 }
+
+# Prompts of up to eleven pages beside short ones; some begin alike.
+PAGES = [[(7 * i * i + 3 * i + turn) % 500 + 5 for i in range(360)] for turn in (1, 2)]
+LONG_PROMPTS: Any = [
+    {"prompt_token_ids": prompt}
+    for prompt in (
+        PAGES[0][:300],
+        PAGES[1][:200],
+        PAGES[0][:333],
+        PAGES[1][:9],
+        [*PAGES[0][:130], *PAGES[1][:90]],
+        PAGES[1][:160],
+    )
+]
+LONG = Scenario(
+    [{"max_tokens": n, "ignore_eos": True} for n in (30, 60, 24, 45, 60, 33)], LONG_PROMPTS
+)
+LONG_SIZES = {"max_model_len": 384, "max_num_seqs": 6}
+"""Of an engine that has room for these."""
+
+LONG_PROMPT: Any = {"prompt_token_ids": PAGES[0][:150]}
+LONG_PROMPT_SIZES = {"max_num_batched_tokens": 2048, "max_model_len": 192}
+"""Of an engine in which many requests have this prompt."""

@@ -13,8 +13,16 @@ import pytest
 import torch
 from generation import run, run_with_aborts, sampling_params, tokens
 from homogeneity import same_distribution_p_value
-from sampling_distributions import DIFFERENT, NUM_TOKENS, SAME
-from scenarios import PROMPTS, SCENARIOS, Scenario
+from sampling_distributions import DIFFERENT, SAME, samples_of
+from scenarios import (
+    LONG,
+    LONG_PROMPT,
+    LONG_PROMPT_SIZES,
+    LONG_SIZES,
+    PROMPTS,
+    SCENARIOS,
+    Scenario,
+)
 from test_bad_input import start
 from test_greedy_identity import runner_of
 from test_streaming_input import Session
@@ -49,29 +57,6 @@ VIEWS: dict[str, dict[str, Any]] = {
         "dense_layers": [0],
     },
 }
-
-# Prompts of up to eleven pages beside short ones; some begin alike.
-PAGES = [[(7 * i * i + 3 * i + turn) % 500 + 5 for i in range(360)] for turn in (1, 2)]
-LONG_PROMPTS: Any = [
-    {"prompt_token_ids": prompt}
-    for prompt in (
-        PAGES[0][:300],
-        PAGES[1][:200],
-        PAGES[0][:333],
-        PAGES[1][:9],
-        [*PAGES[0][:130], *PAGES[1][:90]],
-        PAGES[1][:160],
-    )
-]
-LONG = Scenario(
-    [{"max_tokens": n, "ignore_eos": True} for n in (30, 60, 24, 45, 60, 33)], LONG_PROMPTS
-)
-SIZES = {"max_model_len": 384, "max_num_seqs": 6}
-
-
-@pytest.fixture(scope="module")
-def expected_long(make_engine: Any) -> Any:
-    return tokens(run(make_engine(**SIZES), LONG))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +128,7 @@ def test_the_target_accepts_all_that_a_full_view_drafts(
         accepted, drafted = shares(outcomes)
         assert accepted == drafted > 20, scenario
         outcomes.clear()
-    engine = engines("full", engine=SIZES)
+    engine = engines("full", engine=LONG_SIZES)
     assert tokens(run(engine, LONG)) == expected_long
     accepted, drafted = shares(outcomes)
     assert accepted == drafted > 150
@@ -153,7 +138,7 @@ def test_layers_that_are_all_dense_hide_nothing(
     engines: Any, expected_long: Any, outcomes: list[StepOutcome]
 ) -> None:
     """Tables of the two kinds side by side in one pass."""
-    engine = engines("stream", engine=SIZES, dense_layers=[0, 1, 2])
+    engine = engines("stream", engine=LONG_SIZES, dense_layers=[0, 1, 2])
     assert tokens(run(engine, LONG)) == expected_long
     accepted, drafted = shares(outcomes)
     assert accepted == drafted > 150
@@ -172,7 +157,7 @@ def test_same_tokens_of_long_prompts(
     name: str, engines: Any, expected_long: Any, means: Means, outcomes: list[StepOutcome]
 ) -> None:
     """Twice: the second time prompts are found in the prefix cache."""
-    engine = engines(name, engine=SIZES)
+    engine = engines(name, engine=LONG_SIZES)
     engine.reset_prefix_cache()
     for turn in range(2):
         outputs = run(engine, LONG)
@@ -260,7 +245,7 @@ def test_stale_means_are_seen(
 def test_aborted_requests_leave_nothing_behind(
     name: str, engines: Any, expected_long: Any, means: Means
 ) -> None:
-    engine = engines(name, engine=SIZES)
+    engine = engines(name, engine=LONG_SIZES)
     engine.reset_prefix_cache()  # else they may have ended by then
     finished = run_with_aborts(engine, LONG, (0, 4), at_step=6)
     assert finished == {i: answer[0] for i, answer in enumerate(expected_long) if i not in (0, 4)}
@@ -269,7 +254,7 @@ def test_aborted_requests_leave_nothing_behind(
     run(engine, short)
     (view,) = runner_of(engine).drafter.views.views
     assert len(view._choices) == 0
-    assert len(view._free_places) == SIZES["max_num_seqs"]
+    assert len(view._free_places) == LONG_SIZES["max_num_seqs"]
     assert not runner_of(engine).drafter._proposer._gate._pending
     assert means.num_stale == 0
 
@@ -277,7 +262,7 @@ def test_aborted_requests_leave_nothing_behind(
 def test_a_session_that_goes_on(engines: Any, means: Means, outcomes: list[StepOutcome]) -> None:
     """The last token is taken back, and a page gets other tokens."""
     for name in ("full", "retrieval"):
-        session = Session(engines(name, engine=SIZES))
+        session = Session(engines(name, engine=LONG_SIZES))
         session.turn(list(range(11, 100)))
         for first in (31, 51, 71):
             session.turn(list(range(first, first + 9)))
@@ -311,7 +296,7 @@ def test_second_turns(engines: Any, plain: Any, means: Means) -> None:
 def test_drafts_are_shorter_without_spill_blocks(
     engines: Any, expected_long: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engines("retrieval", engine=SIZES)
+    engine = engines("retrieval", engine=LONG_SIZES)
     books = runner_of(engine).drafter.views.books
     monkeypatch.setattr(books._spill, "_blocks", [])
     rooms: list[tuple[int, int]] = []
@@ -331,7 +316,7 @@ def test_drafts_are_shorter_without_spill_blocks(
 def test_a_failed_pass_costs_a_draft(
     engines: Any, expected_long: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engines("retrieval", engine=SIZES)
+    engine = engines("retrieval", engine=LONG_SIZES)
     monkeypatch.delenv("VLLM_SPEC_EXT_STRICT")
     paged, calls = runner_of(engine).drafter.views.paged, []
     run_view = paged.run_view
@@ -351,7 +336,7 @@ def test_reviews_and_trees_over_two_views(
     make_engine: Any, expected_long: Any, means: Means
 ) -> None:
     """Passes of several tokens, some of which are taken back, while a tree was verified before."""
-    engine = make_engine(speculative_config={"method": "view_reviews"}, **SIZES)
+    engine = make_engine(speculative_config={"method": "view_reviews"}, **LONG_SIZES)
     assert tokens(run(engine, LONG)) == expected_long
     drafter = runner_of(engine).drafter._proposer
     whole = [outcome for outcome in drafter.outcomes if outcome.num_drafted == 4]
@@ -390,7 +375,7 @@ def test_same_tokens_where_clocks_decide(
     engines: Any, expected_long: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A try is always due, so that passes run where none would pay."""
-    engine = engines("retrieval", engine=SIZES, adaptive_length=True)
+    engine = engines("retrieval", engine=LONG_SIZES, adaptive_length=True)
     monkeypatch.setattr(Retries, "due", lambda self: True)
     for _ in range(3):
         assert tokens(run(engine, LONG)) == expected_long
@@ -399,7 +384,7 @@ def test_same_tokens_where_clocks_decide(
 
 
 def test_passes_are_counted_for_the_front_end(engines: Any, expected_long: Any) -> None:
-    engine = engines("stream", engine=SIZES)
+    engine = engines("stream", engine=LONG_SIZES)
     run(engine, LONG)
     folder = runner_of(engine).speculative_config.spec_ext.counter_folder
     forwards, rows, seconds = model_readings([folder], 0)
@@ -410,24 +395,17 @@ def test_passes_are_counted_for_the_front_end(engines: Any, expected_long: Any) 
 # -- sampling -------------------------------------------------------------------------------------
 
 LAW = {"temperature": 1.3, "top_k": 4, "ignore_eos": True}
-SAMPLED_PROMPT = {"prompt_token_ids": PAGES[0][:150]}
-NUM_SAMPLES = 2400
 
 
 @pytest.fixture(scope="module")
 def sample(make_engine: Any) -> Callable[..., list[Hashable]]:
     """Samples of the first tokens by an engine over such a view, or "plain"."""
-    common = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 192}
 
     def draw(name: str, **options: Any) -> list[Hashable]:
         own = {"method": "cache_view", "draft_on_cpu": True, "adaptive_length": False}
         own |= {"num_speculative_tokens": 3, **VIEWS.get(name, {}), **options}
-        config = {} if name == "plain" else {"speculative_config": own}
-        params = sampling_params({**LAW, "max_tokens": NUM_TOKENS if name == "plain" else 7})
-        torch.manual_seed(0)
-        engine = make_engine(**common, **config)
-        outputs = engine.generate([SAMPLED_PROMPT] * NUM_SAMPLES, params, use_tqdm=False)
-        return [tuple(out.outputs[0].token_ids[:NUM_TOKENS]) for out in outputs]
+        config = None if name == "plain" else own
+        return samples_of(make_engine, LAW, config, LONG_PROMPT, **LONG_PROMPT_SIZES)
 
     return draw
 

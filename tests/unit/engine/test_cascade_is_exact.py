@@ -7,13 +7,14 @@ and other ways to get it wrong, fail the same test.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_model import engine, request, step
+from fake_view import FakeView
 from paged_toy import VOCAB, ToyModel
 from reviewed_model import GUESSES, Guess
 
@@ -36,6 +37,7 @@ def softmax(logits: Any) -> np.ndarray:
 
 
 TARGET = ToyModel(11, 8, BLOCK)
+IN_PART = ToyModel(12, 8, BLOCK)  # what the target says over a view
 _target: dict[tuple[int, ...], np.ndarray] = {}
 
 
@@ -92,7 +94,10 @@ def drafts(room: int, **given: Any) -> Iterator[tuple[float, Draft]]:
     models = [hosted(name, seed) for seed, name in enumerate(names, 21)]
     options = parse_options(Cascade.info.options, given, "cascade")
     cascade = Cascade(options)
-    cascade.start(engine(*models, num_speculative_tokens=room))  # type: ignore[arg-type]
+    view = FakeView(lambda text: np.asarray(IN_PART.dense(list(text))[-1]), budget=1)
+    views = [view for level in given["levels"] if "view" in level]
+    handle = engine(*models, num_speculative_tokens=room)  # type: ignore[arg-type]
+    cascade.start(replace(handle, views=views))
     asked = request(TEXT, temperature=1.0, room=room)
     row = BatchRow("a", np.array([1, 2, 3], np.int32), np.array(TEXT, np.int32), False)
     waiting: list[list[int]] = [[]]
@@ -186,6 +191,15 @@ CASCADES: dict[str, dict[str, Any]] = {
         "tokens": [1, 2],
     },
     "a guess as tail": {"levels": [GUESS, {"model": "a", "reviews": 1}], "tokens": [1, 2]},
+    "TriForce": {
+        "levels": [{"model": "a"}, {"view": "retrieval", "reviews": 2}],
+        "tokens": [2],
+        "draft_on_cpu": True,
+    },
+    "a guess below a view": {
+        "levels": [GUESS, {"view": "stream", "reviews": 1}],
+        "draft_on_cpu": True,
+    },
     "a matrix": {
         "levels": [GUESS, {"model": "a", "reviews": 1}, {"model": "b", "reviews": [1, 1]}],
         "tokens": [2, 1],
@@ -257,7 +271,9 @@ def cut_where_unlikely(draft: Draft) -> Draft:
     return Draft(draft.tokens[:length], probs=draft.probs[:length])
 
 
-@pytest.mark.parametrize("name", ["two levels", "three levels", "a model's draws reviewed"])
+@pytest.mark.parametrize(
+    "name", ["two levels", "three levels", "a model's draws reviewed", "TriForce"]
+)
 @pytest.mark.parametrize("mistake", ["the whole of h", "unlikely rejected", "unlikely cut off"])
 def test_the_known_mistakes_are_found_out(
     name: str, mistake: str, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,7 @@ def test_a_method_that_is_off_has_no_views(
     """So it takes no KV blocks and no memory, and refuses no target."""
     monkeypatch.setattr(view_checks.current_platform, "is_cpu", lambda: is_cpu)
     options = CacheViewOptions(draft_on_cpu=draft_on_cpu)
-    assert len(wanted_views(CacheView.views(options), CacheView.info, options)) == number
+    assert len(wanted_views(CacheView.views(options))) == number
 
 
 FULL_ATTENTION: dict[str, Any] = {

@@ -30,6 +30,7 @@ class ReviewedModel(FakeModel):
         super().__init__(law, vocab_size, **more)
         self.chunks: list[list[int]] = []  # tokens that each request reads, of each pass
         self._lasts: dict[int, tuple[int, int]] = {}  # branch -> length before and behind its pass
+        self._synced_at: dict[int, int] = {}  # by request
 
     def sync(
         self,
@@ -40,6 +41,7 @@ class ReviewedModel(FakeModel):
         trunks = super().sync(requests, rows)
         assert suffixes is not None
         self.chunks.append([1 + len(suffix) for suffix in suffixes])
+        self._synced_at.update(dict.fromkeys(rows, self.step))
         for trunk, suffix in zip(trunks, suffixes, strict=True):
             if trunk is not None:
                 self._read(self._own(trunk), suffix)
@@ -77,6 +79,12 @@ class ReviewedModel(FakeModel):
         assert before < behind == own.length, "was rewound"
         rows = [self.law(own.text[:end]) for end in range(before + 1, behind + 1)]
         return torch.from_numpy(np.stack(rows)).float()
+
+    def _own(self, branch: Branch) -> FakeBranch:
+        """Other requests of the step may begin later, and one may begin again."""
+        assert isinstance(branch, FakeBranch)
+        assert branch.step == self._synced_at[branch.request], "another trunk took its place"
+        return branch
 
     def _read(self, branch: FakeBranch, tokens: Sequence[int]) -> None:
         assert all(0 <= token < self.vocab_size for token in tokens)

@@ -232,7 +232,7 @@ def build_spec_config(
     )
     proposer = registry.load(method)
     proposer.check(parsed.options, facts)
-    views = wanted_views(proposer.views(parsed.options), parsed.info, parsed.options)
+    views = wanted_views(proposer.views(parsed.options))
     check_views(views, method, engine_args, target_model_config, target_parallel_config)
     draft_models = draft_configs(
         proposer.models(parsed.options), target_model_config, target_parallel_config

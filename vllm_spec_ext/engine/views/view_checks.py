@@ -16,27 +16,19 @@ if TYPE_CHECKING:
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_spec_ext.options import MethodOptions
-    from vllm_spec_ext.proposers.base import ProposerInfo
-
 PLAIN_DTYPES = ("auto", "float32", "float16", "bfloat16")
 CPU_BLOCK_SIZE = 128  # vLLM's default on CPUs
 
 
-def wanted_views(
-    specs: Sequence[ViewSpec], info: "ProposerInfo", options: "MethodOptions"
-) -> tuple[ViewSpec, ...]:
-    """Views that will be used: none by a method that drafts nothing on this platform.
+def wanted_views(specs: Sequence[ViewSpec]) -> tuple[ViewSpec, ...]:
+    """Views that will be used on this platform.
 
-    So a method that is off takes no memory, and refuses no target.
+    So what is off takes no memory, and refuses no target.
 
     Args:
         specs: What the method asked for.
-        info: Of the method.
-        options: The user's.
     """
-    is_off = current_platform.is_cpu() and bool(info.off_on_cpus)
-    return () if is_off and not getattr(options, "draft_on_cpu", False) else tuple(specs)
+    return tuple(spec for spec in specs if spec.on_cpus or not current_platform.is_cpu())
 
 
 def check_views(

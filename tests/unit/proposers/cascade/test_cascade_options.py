@@ -8,7 +8,7 @@ import pytest
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import parse_options
-from vllm_spec_ext.proposers.base import ModelSpec, TargetFacts
+from vllm_spec_ext.proposers.base import ModelSpec, TargetFacts, ViewSpec
 from vllm_spec_ext.proposers.cascade import Cascade
 from vllm_spec_ext.proposers.cascade.options import CascadeOptions, MethodLevel
 from vllm_spec_ext.proposers.input_copy.options import InputCopyRequest
@@ -16,6 +16,7 @@ from vllm_spec_ext.proposers.input_copy.options import InputCopyRequest
 COPY = {"method": "input_copy"}
 SMALL = {"model": "drafts/small"}
 BASE = {"model": "drafts/base", "quantization": "fp8"}
+VIEW = {"view": "retrieval"}
 
 
 def parsed(**given: Any) -> CascadeOptions:
@@ -71,6 +72,36 @@ def test_cs_drafting() -> None:
     assert parsed(**two.model_dump()) == two
 
 
+def test_a_view_is_the_last_level() -> None:
+    options = parsed(
+        levels=[COPY, SMALL, {**VIEW, "budget": 512, "sink": 0, "reviews": [2, 3], "lenience": 0.5}]
+    )
+    view = ViewSpec("retrieval", "retrieval", 512, sink=0, on_cpus=False)
+    assert Cascade.views(options) == [view]
+    assert Cascade.models(options) == [ModelSpec("small", "drafts/small")]
+    assert options.reviews(2) == [2, 3]
+    assert options.lenience_of(2) == 0.5
+    assert parsed(**options.model_dump()) == options
+    on_cpus = parsed(levels=[COPY, {"view": "stream"}], draft_on_cpu=True)
+    assert Cascade.views(on_cpus) == [ViewSpec("stream", "stream")]
+    assert on_cpus.reviews(1) == [8]
+    assert Cascade.views(parsed(levels=[COPY, SMALL])) == []
+
+
+def test_triforce() -> None:
+    """The best numbers of the paper, see `presets.py`."""
+    options = parsed(levels=[SMALL], preset="triforce")
+    assert Cascade.views(options) == [ViewSpec("retrieval", "retrieval", 4096, on_cpus=False)]
+    assert options.tokens == [6]
+    assert [options.reviews(number) for number in range(2)] == [[], [2]]
+    assert options.lenience == 1.0
+    assert parsed(**options.model_dump()) == options
+    own = parsed(levels=[COPY, {"view": "stream", "budget": 256}], preset="triforce", tokens=[4])
+    assert Cascade.views(own) == [ViewSpec("stream", "stream", 256, on_cpus=False)]
+    assert own.tokens == [4]
+    assert own.reviews(1) == [2]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -88,7 +119,19 @@ def test_cs_drafting() -> None:
             "runs a model by itself",
         ),
         ({"levels": [{"method": "nar", "options": {"model": "m"}}, SMALL]}, "runs a model"),
-        ({"levels": [{"method": "cache_view"}, SMALL]}, "a view of its cache"),
+        ({"levels": [{"method": "cache_view"}, SMALL]}, '{"view": "retrieval"}'),
+        ({"levels": [VIEW, SMALL]}, "a view as level 1, expected it as the last one, 2"),
+        ({"levels": [COPY, VIEW, VIEW]}, "a view as level 2"),
+        ({"levels": [VIEW]}, '"method": "cache_view"'),
+        ({"levels": [COPY, {"view": "retrieve"}]}, "level 2: view"),
+        ({"levels": [COPY, {**VIEW, "budget": 64}]}, "sink and recent"),
+        ({"levels": [COPY, {**VIEW, "model": "m"}]}, "level 2"),
+        ({"levels": [VIEW, COPY], "preset": "triforce"}, "a method as level 2"),
+        ({"levels": [], "preset": "triforce"}, "found 1, expected at least 2"),
+        (
+            {"levels": [SMALL, VIEW], "preset": "cs_drafting"},
+            "found 0 methods and 1 models and a view",
+        ),
         ({"levels": [{"method": "adaptive_ngram", "tree": True}, SMALL]}, "tree=True"),
         ({"levels": [{**COPY, "min_ngrm": 2}, SMALL]}, "Did you mean 'min_ngram'?"),
         ({"levels": [{**COPY, "min_ngram": 0}, SMALL]}, "min_ngram"),
