@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.records import RequestStep
+from vllm_spec_ext.proposers.views import ViewSpec
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ class ModelSpec:
     model: str  # Hugging Face name or folder
     kind: ModelKind | None = None  # None = as the checkpoint says
     quantization: str | None = None  # as vLLM's option; None = what the checkpoint says
+    view: ViewSpec | None = None  # of its own KV, a "stream"; None = all of it
 
 
 @dataclass(eq=False)

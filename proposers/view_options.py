@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that say what part of the target's KV cache a view shows."""
+"""Options that say what a pass sees of a KV cache: the target's, or a draft model's own."""
 
 from typing import Literal, Self
 
@@ -77,3 +77,40 @@ class ViewOptions(Options):
             self.dense_layers,
             on_cpus,
         )
+
+
+class StreamOptions(Options):
+    """What a draft model sees of its own KV cache, as users write it."""
+
+    view: Literal["full", "stream"] = "full"
+    """What the draft model sees of its own KV cache: ``"full"`` everything; ``"stream"`` the first
+    and the last tokens, so that a long context takes it no longer than a short one."""
+
+    budget: int = Field(default=256, ge=32)
+    """Tokens in sight with ``"stream"``, those of ``sink`` included; rounded up to whole KV blocks,
+    and more while it reads several tokens at once."""
+
+    sink: int = Field(default=16, ge=0)
+    """First tokens of a request, which are always in sight with ``"stream"``."""
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        fields = StreamOptions.model_fields
+        given = [name for name in ("budget", "sink") if getattr(self, name) != fields[name].default]
+        if self.view == "full" and given:
+            raise ValueError(
+                f"found {' and '.join(given)}, and all KV in sight; add "
+                '"view": "stream" or leave out what it does not need'
+            )
+        if self.sink >= self.budget:
+            raise ValueError(
+                f"found {self.sink} tokens for sink, expected fewer than the budget of "
+                f"{self.budget}"
+            )
+        return self
+
+    def stream(self) -> ViewSpec | None:
+        """What the engine is asked for; None = everything is in sight."""
+        if self.view == "full":
+            return None
+        return ViewSpec(self.view, self.view, self.budget, self.sink)

@@ -48,7 +48,7 @@ from vllm_spec_ext.proposers.cascade.options import (
 from vllm_spec_ext.proposers.cascade.reviewer import HostedReviewer, Reviewer
 from vllm_spec_ext.proposers.cascade.round_payoff import Kind, RoundPayoff
 from vllm_spec_ext.proposers.cascade.view_reviewer import ViewReviewer
-from vllm_spec_ext.proposers.growth.model_names import specs
+from vllm_spec_ext.proposers.growth.model_names import named
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.proposers.input_copy.options import InputCopyRequest
 from vllm_spec_ext.proposers.payoff.forward_payoff import StepPrices, TokenSeconds
@@ -120,8 +120,12 @@ class Cascade(BaseProposer):
     def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:
         """The models, the lowest level first."""
         levels = cast(CascadeOptions, options).levels
-        return specs(
-            [(level.model, level.quantization) for level in levels if isinstance(level, ModelLevel)]
+        return named(
+            [
+                ModelSpec("", level.model, None, level.quantization, level.stream())
+                for level in levels
+                if isinstance(level, ModelLevel)
+            ]
         )
 
     @classmethod

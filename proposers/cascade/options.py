@@ -10,7 +10,7 @@ from vllm_spec_ext.errors import SpecExtError, UnknownNameError, shown
 from vllm_spec_ext.options import MethodOptions, Options, parse_options
 from vllm_spec_ext.proposers.base import BaseProposer
 from vllm_spec_ext.proposers.cascade import presets
-from vllm_spec_ext.proposers.view_options import ViewOptions
+from vllm_spec_ext.proposers.view_options import StreamOptions, ViewOptions
 
 Name = Annotated[str, StringConstraints(min_length=1)]
 Tokens = Annotated[int, Field(ge=0, le=128)]
@@ -110,7 +110,7 @@ class ReviewingLevel(Options):
     draft there."""
 
 
-class ModelLevel(ReviewingLevel):
+class ModelLevel(StreamOptions, ReviewingLevel):
     """A draft model: ``{"model": FOLDER, ...}``."""
 
     model: Name
@@ -171,7 +171,13 @@ def _with_triforce(given: Mapping[str, Any], levels: Sequence[Any]) -> dict[str,
         below, last = list(levels), ViewLevel(budget=presets.TRIFORCE_BUDGET)
     if last.reviews is None:
         last = last.model_copy(update={"reviews": presets.TRIFORCE_REVIEWS})
-    values["levels"] = [*below, last]
+    streaming = [
+        level.model_copy(update={"view": "stream"})
+        if isinstance(level, ModelLevel) and "view" not in level.model_fields_set
+        else level
+        for level in below
+    ]
+    values["levels"] = [*streaming, last]
     return values
 
 
@@ -187,9 +193,9 @@ class CascadeOptions(MethodOptions):
     preset: Literal["cs_drafting", "triforce"] | None = None
     """``cs_drafting``: the numbers and the lenience of Cascade Speculative Drafting, for one or two
     models, and ``ngram`` below them if no method is given. Use it with
-    ``num_speculative_tokens=24``, or 30 for two models. ``triforce``: TriForce's numbers, and a
-    retrieval view of 4,096 tokens above the other levels if no view is given. It is for contexts
-    far longer than that."""
+    ``num_speculative_tokens=24``, or 30 for two models. ``triforce``: TriForce's numbers, a
+    retrieval view of 4,096 tokens above the other levels if no view is given, and draft models that
+    see a ``stream`` if nothing is said of them. It is for contexts far longer than 4,096."""
 
     tokens: list[Tokens] | None = None
     """Tokens of a draft by level, the last level's first: ``[13, 10]`` lets the last level write

@@ -4,10 +4,11 @@
 from vllm_spec_ext.errors import SpecExtError
 
 # TriForce (Sun et al. 2024), the best values of its ablations with Llama2-7B-128K at 122,000 tokens
-# of context. Not taken: the draft model's own streaming cache, as a draft model reads its whole
-# cache here; pages of 8 tokens, chosen for each head (here whole KV blocks, for each layer); and
-# the draw from the whole of the reviewer's distribution after a rejection, which its code does and
-# which is not lossless.
+# of context. Its draft model streams over 256 tokens with a sink of 16, as is the default of
+# `StreamOptions`. Not taken: positions that are counted within the stream (keys carry their true
+# ones here, so the draft model must know contexts of that length); pages of 8 tokens, chosen for
+# each head (here whole KV blocks, for each layer); and the draw from the whole of the reviewer's
+# distribution after a rejection, which its code does and which is not lossless.
 TRIFORCE_TOKENS = [6]
 """What the view writes for the target (gamma 2 there)."""
 TRIFORCE_REVIEWS = 2

@@ -11,7 +11,7 @@ from typing import cast
 
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import ModelSpec, proposer
-from vllm_spec_ext.proposers.growth.model_names import specs
+from vllm_spec_ext.proposers.growth.model_names import named
 from vllm_spec_ext.proposers.growth.tree_drafting import Extent, TreeDrafting
 from vllm_spec_ext.proposers.small_model.options import SmallModelOptions
 
@@ -33,7 +33,7 @@ class SmallModel(TreeDrafting):
     def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:
         """The draft model."""
         asked = cast(SmallModelOptions, options)
-        return specs([(asked.model, asked.quantization)])
+        return named([ModelSpec("", asked.model, None, asked.quantization, asked.stream())])
 
     def extent(self) -> Extent:
         """A chain is a tree of one candidate a level."""

@@ -6,9 +6,10 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 
 from vllm_spec_ext.options import MethodOptions
+from vllm_spec_ext.proposers.view_options import StreamOptions
 
 
-class SmallModelOptions(MethodOptions):
+class SmallModelOptions(StreamOptions, MethodOptions):
     """Options of ``small_model`` (speculative decoding with a draft model)."""
 
     model: Annotated[str, StringConstraints(min_length=1)]

@@ -13,7 +13,7 @@ from typing import cast
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import ModelSpec, TargetFacts, proposer
-from vllm_spec_ext.proposers.growth.model_names import specs
+from vllm_spec_ext.proposers.growth.model_names import named
 from vllm_spec_ext.proposers.growth.shapes import expansion_size
 from vllm_spec_ext.proposers.growth.tree_drafting import Extent, TreeDrafting
 from vllm_spec_ext.proposers.token_tree.options import TokenTreeOptions
@@ -51,9 +51,11 @@ class TokenTree(TreeDrafting):
     def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:
         """The draft models, in the order in which they are named."""
         asked = cast(TokenTreeOptions, options)
-        return specs(
+        return named(
             [
-                (given, None) if isinstance(given, str) else (given.model, given.quantization)
+                ModelSpec("", given)
+                if isinstance(given, str)
+                else ModelSpec("", given.model, quantization=given.quantization)
                 for given in asked.models
             ]
         )

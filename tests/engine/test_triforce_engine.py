@@ -21,7 +21,7 @@ from vllm_spec_ext.proposers.payoff.forward_payoff import Retries
 
 PART = {"view": "retrieval", "budget": 64, "sink": 0, "recent": 32}
 LEVELS: dict[str, list[dict[str, Any]]] = {
-    "triforce": [{"model": "near"}, PART],
+    "triforce": [{"model": "near", "view": "stream", "budget": 64, "sink": 32}, PART],
     "stream": [{"model": "near"}, {"view": "stream", "budget": 64}],
     "copies": [{"method": "input_copy"}, {**PART, "reviews": 3, "refresh": 4}],
     "four": [
@@ -116,6 +116,26 @@ def test_preemption(
     assert preempted
     if name == "full":
         assert watch.rights("full")[1] == 0
+
+
+@pytest.mark.parametrize("budget", [512, 64])
+def test_a_draft_model_that_streams(
+    budget: int, make_engine: Any, expected_long: Any, watch: Watch, tiny_model: Path
+) -> None:
+    """The target drafts for itself, and all of that is right if nothing is hidden."""
+    itself = {"model": str(tiny_model), "view": "stream", "budget": budget, "reviews": 3}
+    config = {
+        "method": "cascade",
+        "levels": [{"method": "ngram"}, itself],
+        "adaptive_length": False,
+        "num_speculative_tokens": 6,
+    }
+    engine = make_engine(speculative_config=config, **LONG_SIZES)
+    for _ in range(2):
+        assert tokens(run(engine, LONG)) == expected_long
+    num_right, num_missed = watch.rights(tiny_model.name)
+    assert num_right > 300
+    assert (num_missed == 0) == (budget == 512)
 
 
 def test_aborted_requests_leave_nothing_behind(engines: Any, expected_long: Any) -> None:

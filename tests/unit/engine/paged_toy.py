@@ -25,6 +25,8 @@ Floats = NDArray[np.float64]
 class ToyModel:
     """Two layers of attention: wrong KV anywhere shows in all logits behind it."""
 
+    streams = False  # whether whole blocks may be out of sight
+
     def __init__(self, seed: int, num_blocks: int = 0, block_size: int = 1) -> None:
         rng = np.random.default_rng(seed)
         self.embedding = rng.normal(size=(VOCAB, WIDTH))
@@ -44,7 +46,9 @@ class ToyModel:
         ends = np.cumsum(plan.query_lens)
         computed = plan.seq_lens - plan.query_lens
         expected = np.arange(len(parts)) - (ends - plan.query_lens)[parts] + computed[parts]
-        assert (plan.positions == expected).all()
+        hidden = plan.positions - expected
+        assert (hidden % self.block_size == 0).all()
+        assert (hidden >= 0).all() if self.streams else not hidden.any()
         for layer in range(LAYERS):
             self.keys[layer, plan.slots] = state @ self.key[layer]
             self.values[layer, plan.slots] = state @ self.value[layer]

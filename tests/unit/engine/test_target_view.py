@@ -23,11 +23,11 @@ from vllm_spec_ext.engine.models.hosted_model import BatchRow
 from vllm_spec_ext.engine.views import layer_tables
 from vllm_spec_ext.engine.views.known_pages import KnownPages
 from vllm_spec_ext.engine.views.page_choice import choose_pages
-from vllm_spec_ext.engine.views.page_layout import PageBudget, PartialSight
+from vllm_spec_ext.engine.views.page_layout import PageBudget, PartialSight, view_tables
 from vllm_spec_ext.engine.views.page_means import columns_of_keys, rows_of_keys
 from vllm_spec_ext.engine.views.target_view import HostedView
 from vllm_spec_ext.engine.views.view_books import ViewBooks
-from vllm_spec_ext.engine.views.view_pass import RoundPlan, view_tables
+from vllm_spec_ext.engine.views.view_pass import RoundPlan
 from vllm_spec_ext.proposers.records import RequestStep
 from vllm_spec_ext.proposers.views import ViewSpec
 

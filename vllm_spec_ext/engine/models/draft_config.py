@@ -16,6 +16,7 @@ from vllm_spec_ext.engine.models.eagle_checkpoint import (
 )
 from vllm_spec_ext.errors import SpecExtError, shown
 from vllm_spec_ext.proposers.models import ModelSpec
+from vllm_spec_ext.proposers.views import ViewSpec
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
@@ -31,6 +32,7 @@ class DraftConfig:
     max_model_len: int  # most tokens it can read
     eagle3: Eagle3Facts | None = None  # None: no such head
     dflash: DFlashFacts | None = None  # None: no such drafter
+    view: ViewSpec | None = None  # what it sees of its KV; None = all
 
     @property
     def reads(self) -> Eagle3Facts | DFlashFacts | None:
@@ -58,6 +60,12 @@ def draft_configs(
     for spec in map(with_kind, specs):
         model_config = read_model_config(spec, target)
         check_draft_model(spec, model_config, target, parallel)
+        if spec.view is not None and spec.kind != "causal_lm":
+            raise SpecExtError(
+                f"draft model {spec.name} ({shown(spec.model)}): found a drafter that reads the "
+                f"target's hidden states, expected a model of its own for the view \""
+                f'{spec.view.kind}"; leave "view" out, or say "view": "full"'
+            )
         if spec.kind == "eagle3":
             facts = Eagle3Facts.of(model_config.hf_config)
             made = DraftConfig(spec.name, model_config, target.max_model_len, eagle3=facts)
@@ -65,7 +73,8 @@ def draft_configs(
             block = DFlashFacts.of(model_config.hf_config, shown(spec.model))
             made = DraftConfig(spec.name, model_config, target.max_model_len, dflash=block)
         else:
-            made = DraftConfig(spec.name, model_config, int(model_config.max_model_len))
+            length = int(model_config.max_model_len)
+            made = DraftConfig(spec.name, model_config, length, view=spec.view)
         configs.append(made)
     return tuple(configs)
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_spec_ext.engine.models.branches import PagedBranch
+from vllm_spec_ext.engine.views.page_layout import PageBudget, view_tables
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -32,8 +33,8 @@ class ForwardPass:
     positions: Int64s  # [num_rows]
     slots: Int64s  # [num_rows] where the KV of each row goes: block * block_size + offset
     query_lens: Int32s  # [num_parts]
-    seq_lens: Int32s  # [num_parts] with the rows of the pass
-    tables: Int32s  # [num_parts, width] blocks of each part
+    seq_lens: Int32s  # [num_parts] tokens in sight, with the rows of the pass
+    tables: Int32s  # [num_parts, width] blocks in sight of each part
     wanted: Int64s  # rows whose logits are wanted, ascending
     states: Int64s | None = None
     """EAGLE: [num_rows] the hidden state that each row is read with. ``s >= 0`` is row s of the
@@ -45,13 +46,16 @@ class ForwardPass:
         return len(self.ids)
 
 
-def lay_out(parts: Sequence[Part], block_size: int, num_ids: int) -> ForwardPass:
+def lay_out(
+    parts: Sequence[Part], block_size: int, num_ids: int, budget: PageBudget | None = None
+) -> ForwardPass:
     """Put parts into one pass.
 
     Args:
         parts: At least one.
         block_size: Tokens a block.
         num_ids: Size of the model's vocabulary; higher ids are read as its last one.
+        budget: What each part sees of the tokens before it; None = all.
     """
     query_lens = np.array([len(part.tokens) for part in parts], np.int32)
     starts = np.array([part.start for part in parts], np.int64)
@@ -70,6 +74,11 @@ def lay_out(parts: Sequence[Part], block_size: int, num_ids: int) -> ForwardPass
     slots = tables[part_of, positions // block_size].astype(np.int64) * block_size
     num_wanted = np.array([part.num_wanted for part in parts], np.int64)
     ids = np.concatenate([part.tokens for part in parts]).astype(np.int64)
+    if budget is not None:
+        sights = [budget.sight(part.start // block_size) for part in parts]
+        tables = view_tables(tables, (-(-seq_lens // block_size)).tolist(), sights)
+        hidden = [0 if sight is None else sight.num_hidden for sight in sights]
+        seq_lens = seq_lens - np.array(hidden, np.int32) * block_size
     return ForwardPass(
         ids=np.clip(ids, 0, num_ids - 1),
         positions=positions,

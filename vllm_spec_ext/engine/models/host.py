@@ -116,6 +116,7 @@ class ModelHost:
                     vocab_size=vllm_config.model_config.get_vocab_size(),
                     max_model_len=config.max_model_len,
                     max_rows=scheduler.max_num_batched_tokens + scheduler.max_num_seqs,
+                    view=config.view,
                 )
                 self.models.append(hosted)
             replica = vllm_config.parallel_config.data_parallel_index

@@ -20,8 +20,10 @@ from vllm_spec_ext.engine.models.branches import Int32s, LogitRow, PagedBranch, 
 from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass, Part, lay_out
 from vllm_spec_ext.engine.models.forward_times import ForwardTimes
+from vllm_spec_ext.engine.views.page_layout import PageBudget
 from vllm_spec_ext.proposers.models import Branch
 from vllm_spec_ext.proposers.records import RequestStep
+from vllm_spec_ext.proposers.views import ViewSpec
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +88,7 @@ class HostedModel:
         vocab_size: int,
         max_model_len: int,
         max_rows: int,
+        view: ViewSpec | None = None,
     ) -> None:
         """Without KV; :meth:`bind` gives it some.
 
@@ -96,6 +99,7 @@ class HostedModel:
             vocab_size: The target's.
             max_model_len: Most tokens it can read.
             max_rows: Most rows of a pass that brings requests up to date.
+            view: What it sees of its KV; None = all.
         """
         self.name = name
         self.vocab_size = vocab_size
@@ -108,6 +112,7 @@ class HostedModel:
         self._runner = runner
         self._num_ids = num_ids
         self._max_rows = max_rows
+        self._view = view
         self._times = ForwardTimes()
         self._known: dict[str, _Known] = {}
         self._rows: Mapping[str, BatchRow] = {}
@@ -127,6 +132,7 @@ class HostedModel:
             scratch: Ids of blocks for branches.
         """
         self._block_size = block_size
+        self._budget = None if self._view is None else PageBudget.of(self._view, block_size)
         self.blocks = FilledBlocks(num_blocks, block_size)
         self.scratch = Scratch(scratch)
         self._known.clear()
@@ -439,7 +445,7 @@ class HostedModel:
         return [(logits, int(end) - part.num_wanted) for part, end in zip(parts, ends, strict=True)]
 
     def _plan(self, parts: Sequence[Part]) -> ForwardPass:
-        return lay_out(parts, self._block_size, self._num_ids)
+        return lay_out(parts, self._block_size, self._num_ids, self._budget)
 
     def _share(self, num_some: int, num_rows: int) -> float:
         """The part of a pass that some of its rows are to blame for."""

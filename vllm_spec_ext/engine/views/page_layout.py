@@ -5,9 +5,15 @@ Pages in sight stand in the table in the order of the text, the page that is bei
 attention is causal by the place in the table, and keys carry their true positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vllm_spec_ext.proposers.views import ViewKind, ViewSpec
+
+Int32s = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -69,3 +75,26 @@ class PageBudget:
         num_full = max(0, length - 1) // block_size  # the last token is not read yet
         sight = self.sight(num_full)
         return length if sight is None else length - sight.num_hidden * block_size
+
+
+def view_tables(
+    tables: Int32s, widths: Sequence[int], sights: Sequence[PartialSight | None]
+) -> Int32s:
+    """[n, view_width] blocks in sight, zeros where pages are yet to be chosen.
+
+    Args:
+        tables: [n, width] all blocks of each request.
+        widths: [n] columns of each that are used.
+        sights: What each request shows; None = everything.
+    """
+    hidden = [0 if sight is None else sight.num_hidden for sight in sights]
+    lengths = [width - less for width, less in zip(widths, hidden, strict=True)]
+    result = np.zeros((len(tables), max(lengths, default=0)), np.int32)
+    for row, (sight, length) in enumerate(zip(sights, lengths, strict=True)):
+        if sight is None:
+            result[row, :length] = tables[row, :length]
+            continue
+        first, tail = sight.num_sink, sight.num_sink + sight.num_chosen
+        result[row, :first] = tables[row, :first]
+        result[row, tail:length] = tables[row, sight.recent_start : widths[row]]
+    return result

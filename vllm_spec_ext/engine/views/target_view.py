@@ -10,9 +10,9 @@ import numpy as np
 
 from vllm_spec_ext.engine.models.forward_times import ForwardTimes
 from vllm_spec_ext.engine.models.hosted_model import Counts
-from vllm_spec_ext.engine.views.page_layout import PageBudget, PartialSight
+from vllm_spec_ext.engine.views.page_layout import PageBudget, PartialSight, view_tables
 from vllm_spec_ext.engine.views.view_books import Int32s, ViewBooks
-from vllm_spec_ext.engine.views.view_pass import RoundPlan, lay_out_pass, view_tables
+from vllm_spec_ext.engine.views.view_pass import RoundPlan, lay_out_pass
 from vllm_spec_ext.proposers.records import RequestStep
 from vllm_spec_ext.proposers.views import ReadFacts, ViewSpec
 

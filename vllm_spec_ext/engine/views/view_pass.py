@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_spec_ext.engine.views.page_layout import PartialSight
-
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
@@ -50,29 +48,6 @@ class ViewPass:
     def num_rows(self) -> int:
         """Tokens of the pass."""
         return len(self.ids)
-
-
-def view_tables(
-    tables: Int32s, widths: Sequence[int], sights: Sequence[PartialSight | None]
-) -> Int32s:
-    """[n, view_width] blocks in sight, zeros where pages are yet to be chosen.
-
-    Args:
-        tables: [n, width] all blocks of each request.
-        widths: [n] columns of each that are used.
-        sights: What each request shows; None = everything.
-    """
-    hidden = [0 if sight is None else sight.num_hidden for sight in sights]
-    lengths = [width - less for width, less in zip(widths, hidden, strict=True)]
-    result = np.zeros((len(tables), max(lengths, default=0)), np.int32)
-    for row, (sight, length) in enumerate(zip(sights, lengths, strict=True)):
-        if sight is None:
-            result[row, :length] = tables[row, :length]
-            continue
-        first, tail = sight.num_sink, sight.num_sink + sight.num_chosen
-        result[row, :first] = tables[row, :first]
-        result[row, tail:length] = tables[row, sight.recent_start : widths[row]]
-    return result
 
 
 def lay_out_pass(

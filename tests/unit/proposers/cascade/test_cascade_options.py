@@ -95,6 +95,10 @@ def test_triforce() -> None:
     assert options.tokens == [6]
     assert [options.reviews(number) for number in range(2)] == [[], [2]]
     assert options.lenience == 1.0
+    stream = ViewSpec("stream", "stream", 256, sink=16)
+    assert Cascade.models(options) == [ModelSpec("small", "drafts/small", view=stream)]
+    whole = parsed(levels=[{**SMALL, "view": "full"}], preset="triforce")
+    assert Cascade.models(whole) == [ModelSpec("small", "drafts/small")]
     assert parsed(**options.model_dump()) == options
     own = parsed(levels=[COPY, {"view": "stream", "budget": 256}], preset="triforce", tokens=[4])
     assert Cascade.views(own) == [ViewSpec("stream", "stream", 256, on_cpus=False)]
@@ -125,7 +129,12 @@ def test_triforce() -> None:
         ({"levels": [VIEW]}, '"method": "cache_view"'),
         ({"levels": [COPY, {"view": "retrieve"}]}, "level 2: view"),
         ({"levels": [COPY, {**VIEW, "budget": 64}]}, "sink and recent"),
-        ({"levels": [COPY, {**VIEW, "model": "m"}]}, "level 2"),
+        ({"levels": [COPY, {**VIEW, "model": "m"}]}, "level 2: view"),
+        (
+            {"levels": [COPY, {**SMALL, "budget": 64}]},
+            'found budget, and all KV in sight; add "view"',
+        ),
+        ({"levels": [COPY, {**SMALL, "view": "stream", "sink": 256}]}, "fewer than the budget"),
         ({"levels": [VIEW, COPY], "preset": "triforce"}, "a method as level 2"),
         ({"levels": [], "preset": "triforce"}, "found 1, expected at least 2"),
         (
