@@ -112,6 +112,7 @@ def test_vllm_spec(
             main_module.main([*build, "--out", words[3]])
     for name in ("result.json", "before.json", "after.json"):
         (tmp_path / name).write_text(json.dumps(made_up_result()))
+    (tmp_path / "plan.json").write_text(json.dumps(MADE_UP_PLAN))
     if words[1] == "serve" and "--dry-run" not in words:
         words.insert(3, "--dry-run")
 
@@ -131,6 +132,21 @@ def test_vllm_spec(
     with pytest.raises(SystemExit) as ended:
         main_module.main(words[1:])
     assert ended.value.code == 0, capsys.readouterr().err
+
+
+MADE_UP_PLAN = {  # what `plan --json` writes
+    "step_seconds": {"1": {"0": 0.1, "8": 0.15}, "16": {"0": 0.4, "8": 0.9}},
+    "gains": [
+        {
+            "method": "input_copy",
+            "batch": batch,
+            "tokens_per_step": 1.5,
+            "nodes_per_step": 4.0,
+            "drafter_us": 100.0,
+        }
+        for batch in (1, 16)
+    ],
+}
 
 
 def made_up_result() -> dict[str, Any]:

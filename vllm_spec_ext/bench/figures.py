@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from vllm_spec_ext.bench.cluster import Load
 from vllm_spec_ext.bench.planner import StepTimes
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.statistics import Summary
@@ -83,6 +84,20 @@ def plan_figure(times: StepTimes, gains: Sequence[Mapping[str, Any]]) -> str:
     left.legend(fontsize="small")
     curves = {f"{g['method']}, batch {g['batch']}": g["acceptance_per_position"] for g in gains}
     _plot_acceptance(right, curves)
+    return _svg(figure)
+
+
+def cluster_figure(loads: Sequence[Load]) -> str:
+    """Time a token and time to the first one against the load, by what drafts do."""
+    figure, (left, right) = subplots(2, height=4.0)
+    for mode in dict.fromkeys(load.mode for load in loads):
+        own = [load for load in loads if load.mode == mode]
+        rates = [load.rate for load in own]
+        left.plot(rates, [load.token_ms for load in own], marker=".", label=f"drafts {mode}")
+        right.plot(rates, [load.wait_ms for load in own], marker=".", label=f"drafts {mode}")
+    left.set(xlabel="requests a second", ylabel="ms a token", ylim=(0, None))
+    right.set(xlabel="requests a second", ylabel="ms to the first token", yscale="log")
+    left.legend(fontsize="small")
     return _svg(figure)
 
 

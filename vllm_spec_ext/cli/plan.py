@@ -47,6 +47,7 @@ from vllm_spec_ext.cli.bench import (
     report_console,
 )
 from vllm_spec_ext.cli.many_values import ManyValues, ManyValuesGroup
+from vllm_spec_ext.cli.plan_cluster import plan_cluster
 from vllm_spec_ext.cli.plan_drafts import conditions, measure_drafts, split_names
 from vllm_spec_ext.cli.plan_drafts import show as show_drafts
 from vllm_spec_ext.cli.plan_paper import plan_paper
@@ -56,6 +57,7 @@ from vllm_spec_ext.proposers import registry
 
 plan_app = typer.Typer(add_completion=False, cls=ManyValuesGroup, invoke_without_command=True)
 plan_app.command("paper", cls=ManyValues)(plan_paper)
+plan_app.command("cluster", cls=ManyValues)(plan_cluster)
 _SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
 _DEFAULTS = {"limit": 12, "max_tokens": 96, "batch_size": [1, 8]}
 
@@ -126,6 +128,7 @@ def plan(
     draft's guesses are compared with them, and passes of target and drafts are timed.
 
     Where the GPU is not at hand, `vllm-spec plan paper` predicts without measuring anything.
+    `vllm-spec plan cluster` simulates replicas under load with what this measured.
 
     Exit status: 0 if all went well, 1 if an engine failed, 2 for bad input.
     """
