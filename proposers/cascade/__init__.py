@@ -243,8 +243,8 @@ class Cascade(BaseProposer):
 
     def close(self) -> None:
         """Let the methods save what they keep."""
-        for one in self._proposers:
-            one.close()
+        for method in self._methods:
+            method.proposer.close()
 
     def _draws(self, request: RequestStep) -> bool:
         return self._options.draw and request.may_be_drawn

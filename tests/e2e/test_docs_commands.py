@@ -33,7 +33,7 @@ from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.cli import bench as bench_module
 from vllm_spec_ext.cli import main as main_module
-from vllm_spec_ext.cli.demo_heads import demo_heads
+from vllm_spec_ext.cli.demo_drafters import demo_heads
 from vllm_spec_ext.compat import SUPPORTED
 from vllm_spec_ext.engine.watching.shared_counters import COUNTERS
 

@@ -31,11 +31,12 @@ from vllm_spec_ext.cli.bench import (
     report_console,
     show,
 )
-from vllm_spec_ext.cli.demo_heads import demo_heads
+from vllm_spec_ext.cli.demo_drafters import demo_block_drafter, demo_heads
 from vllm_spec_ext.cli.vllm_metadata import inspect
 
 CATEGORIES = ("editing", "correction", "copy", "code-edit", "rewriting")
 ACCEPTED, BONUS, PLAIN_STYLE = "green", "yellow", "dim"
+_TRAINED = {"blockwise": demo_heads, "nar": demo_block_drafter}  # for the small model
 
 
 def demo(
@@ -47,7 +48,7 @@ def demo(
         str | None,
         typer.Option(
             help="Comma-separated methods to show beside plain decoding. Default: input_copy, and "
-            "with the small model blockwise, whose heads are part of this package."
+            "with the small model blockwise and nar, whose drafters are part of this package."
         ),
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, max=20, help="Prompts to answer.")] = 5,
@@ -67,12 +68,13 @@ def demo(
     errors = Console(stderr=True)
     say_how_long(errors)
     folder = model or demo_model()
-    names = methods if methods is not None else "input_copy" if model else "input_copy,blockwise"
+    usual = "input_copy" if model else f"input_copy,{','.join(_TRAINED)}"
+    names = usual if methods is None else methods
     shown = [name.strip() for name in names.split(",") if name.strip()]
     settings = BenchSettings.model_validate(
         {
             "model": folder,
-            "methods": [PLAIN, *(shown if model else map(with_heads, shown))],
+            "methods": [PLAIN, *(shown if model else map(with_drafter, shown))],
             "dtype": dtype,
             "max_tokens": max_tokens,
             "repeats": 1,
@@ -93,9 +95,11 @@ def demo(
     shutil.rmtree(logs, ignore_errors=True)
 
 
-def with_heads(name: str) -> str:
-    """A method of the small model as ``bench`` reads it; blockwise gets its heads."""
-    return name if name != "blockwise" else f"blockwise={json.dumps({'model': str(demo_heads())})}"
+def with_drafter(name: str) -> str:
+    """A method of the small model as ``bench`` reads it; some get their trained drafter."""
+    if name not in _TRAINED:
+        return name
+    return f"{name}={json.dumps({'model': str(_TRAINED[name]())})}"
 
 
 def pick(questions: list[Question], count: int) -> list[Question]:

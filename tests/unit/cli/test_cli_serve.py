@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_spec_ext.cli import serve as serve_module
-from vllm_spec_ext.cli.demo_heads import demo_heads
+from vllm_spec_ext.cli.demo_drafters import demo_heads
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
 from vllm_spec_ext.cli.serve import (
     MAX_DRAFT_TOKENS,

@@ -84,13 +84,14 @@ def model_card(drafter: NarDrafter, figures: NarFigures) -> str:
     listed = config.nar.draft_vocab_size
     drafts = "" if listed is None else f", drafting the {listed:,} most frequent tokens"
     size = sum(p.numel() for p in drafter.parameters())
+    layers = _number(config.num_hidden_layers, "layer")
     return f"""---
 library_name: vllm-spec-ext
 tags: [speculative-decoding, non-autoregressive, dflash]
 ---
 # A block drafter for {target}
 
-{config.num_slots} slots, {config.num_hidden_layers} layers over the hidden states of the target's \
+{_number(config.num_slots, "slot")}, {layers} over the hidden states of the target's \
 layers {", ".join(map(str, config.target_layer_ids))}; {size:,} parameters{drafts}. Embeddings and \
 vocabulary projection: the target's own.
 
@@ -113,3 +114,7 @@ each slot's best token. The target itself predicts {figures.target_agreement:.1%
 
 {facts or "- not recorded"}
 """
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("s" if count > 1 else "")

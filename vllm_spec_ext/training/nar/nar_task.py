@@ -141,8 +141,8 @@ class NarTask:
         """The drafter in a line."""
         shape = self.drafter.config
         return (
-            f"{shape.num_hidden_layers} layers with {shape.intermediate_size} units, "
-            f"{shape.num_slots} slots, {self.num_parameters:,} parameters"
+            f"layers: {shape.num_hidden_layers} with {shape.intermediate_size} units, "
+            f"slots: {shape.num_slots}, parameters: {self.num_parameters:,}"
         )
 
     @property

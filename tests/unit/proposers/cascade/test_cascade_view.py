@@ -104,13 +104,15 @@ def test_a_view_that_is_slow_is_given_up() -> None:
 
 def test_it_is_off_on_cpus(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.spec_ext"):
-        cascade = made(LAW, device="cpu")
+        levels = [{"method": "adaptive_ngram"}, SMALL, VIEW]
+        cascade = made(LAW, device="cpu", levels=levels)
     assert "cascade drafts nothing on this CPU" in caplog.text
     assert "draft_on_cpu" in caplog.text
     asked = request(TEXT, room=6)
     assert texts(cascade, asked) == [[]]
     cascade.observe([StepOutcome(asked.request_id, 0, 0)])
     cascade.finish([asked.request_id])
+    cascade.close()
     view = FakeView(LAW)
     on = made(LAW, view, device="cpu", draft_on_cpu=True)
     assert texts(on, request(TEXT, room=3)) == [greedy(LAW, TEXT, 3)]

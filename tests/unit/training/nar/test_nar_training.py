@@ -249,7 +249,7 @@ def test_dry_run_predicts_and_writes_nothing(settings: Settings, tmp_path: Path)
     lines: list[str] = []
     assert train_nar(settings(dry_run=True, cache_hidden=True), lines.append) is None
     text = "\n".join(lines)
-    assert "drafter: 1 layers with 64 units, 3 slots" in text
+    assert "drafter: layers: 1 with 64 units, slots: 3" in text
     assert "s a step" in text
     assert "for the hidden states, which are kept" in text
     # 60 texts of 24 tokens, three layers of 32 units, two bytes each.
