@@ -3,8 +3,8 @@
 
 The benchmark's engines record plain decoding and the drafters that come with the package, in
 float32 and greedily; what needs no model is replayed on the recorded answers. No clock decides
-anything here, so the figures are the same on every machine; the thresholds stand a little below them, for
-other builds of the target's arithmetic.
+anything here, so the figures are the same on every machine; the thresholds stand a little below
+them, for other builds of the target's arithmetic.
 """
 
 import importlib.util
