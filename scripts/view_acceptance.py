@@ -6,8 +6,8 @@
 In one engine, at every token of greedy answers to long prompts, each view is asked for the next
 token, and nothing is drafted. So all views see the same texts, and what is printed is the
 acceptance of a first draft token: of each view, by the length of the prompt, as the mean of the
-texts and its 95 % interval. Of needles it is the acceptance of answers that hold the number, of
-their digits alone, and how many there are.
+texts with the lowest and the highest. Of needles it is the acceptance of answers that hold the
+number, of their digits alone, and how many there are.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any, ClassVar
 
 from vllm_spec_ext.bench.long_context import document_questions, holds, needle_questions
@@ -34,7 +34,6 @@ from vllm_spec_ext.proposers.base import (
 )
 
 METHOD = "ask_views"
-NORMAL_95 = 1.96
 
 
 class AskedOptions(MethodOptions):
@@ -89,11 +88,9 @@ class AskViews(BaseProposer):
         return [EMPTY_DRAFT] * len(step.requests)
 
 
-def interval(rates: Sequence[float]) -> str:
-    """Mean of some texts, and how far off it may be."""
-    if len(rates) < 2:
-        return f"{mean(rates):.3f}" if rates else "-"
-    return f"{mean(rates):.3f} ± {NORMAL_95 * stdev(rates) / len(rates) ** 0.5:.3f}"
+def spread(rates: Sequence[float]) -> str:
+    """Mean of some texts, and the lowest and the highest."""
+    return f"{mean(rates):.3f} [{min(rates):.2f}-{max(rates):.2f}]"
 
 
 def rates_of(answer: Any, tokenizer: Any) -> dict[str, dict[str, float]]:
@@ -168,7 +165,7 @@ def main() -> None:
                 if part == "all" or question.expected is not None:
                     texts[question.category, part, name].append(rate)
     for (category, part, name), rates in sorted(texts.items()):
-        print(f"{category:24} {part:7} {name:15} {interval(rates)}  ({len(rates)} texts)")
+        print(f"{category:24} {part:7} {name:15} {spread(rates)}  ({len(rates)} texts)")
     if given.out:
         rows = [[*key, rates] for key, rates in sorted(texts.items())]
         given.out.write_text(json.dumps(rows, indent=1))
