@@ -4,7 +4,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from scenarios import Scenario
+import pytest
+from scenarios import LONG, Scenario
 
 # Options of a method under which no clock decides how much is drafted.
 ALWAYS_DRAFT = {"adaptive_length": False}
@@ -77,3 +78,25 @@ def run_with_aborts(
         if not core.has_unfinished_requests():
             break
     return finished
+
+
+def count_preempted(engine: Any, patch: pytest.MonkeyPatch) -> list[str]:
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    preempt, preempted = scheduler._preempt_request, []
+
+    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    patch.setattr(scheduler, "_preempt_request", count)
+    return preempted
+
+
+def same_tokens_twice(engine: Any, expected_long: Any) -> None:
+    """Answers to prompts of many pages; the second time these are found in the prefix cache."""
+    engine.reset_prefix_cache()
+    for turn in range(2):
+        outputs = run(engine, LONG)
+        assert tokens(outputs) == expected_long
+        cached = sum(out.num_cached_tokens for out in outputs)
+        assert cached > 700 if turn else cached < 700

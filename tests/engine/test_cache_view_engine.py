@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from generation import run, run_with_aborts, sampling_params, tokens
+from generation import (
+    count_preempted,
+    run,
+    run_with_aborts,
+    same_tokens_twice,
+    sampling_params,
+    tokens,
+)
 from homogeneity import same_distribution_p_value
 from sampling_distributions import DIFFERENT, SAME, samples_of
 from scenarios import (
@@ -158,12 +165,7 @@ def test_same_tokens_of_long_prompts(
 ) -> None:
     """Twice: the second time prompts are found in the prefix cache."""
     engine = engines(name, engine=LONG_SIZES)
-    engine.reset_prefix_cache()
-    for turn in range(2):
-        outputs = run(engine, LONG)
-        assert tokens(outputs) == expected_long
-        cached = sum(out.num_cached_tokens for out in outputs)
-        assert cached > 700 if turn else cached < 700
+    same_tokens_twice(engine, expected_long)
     accepted, drafted = shares(outcomes)
     assert drafted > 300
     if name in ("retrieval", "dense"):
@@ -171,18 +173,6 @@ def test_same_tokens_of_long_prompts(
         assert means.num_stale == 0
     if name != "full":
         assert accepted < drafted  # a view of a random model is far from the whole
-
-
-def count_preempted(engine: Any, patch: pytest.MonkeyPatch) -> list[str]:
-    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    patch.setattr(scheduler, "_preempt_request", count)
-    return preempted
 
 
 CROWDED = Scenario([{"max_tokens": 100, "ignore_eos": True}], PROMPTS)

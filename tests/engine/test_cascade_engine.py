@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generation import run, run_with_aborts, sampling_params, tokens
+from generation import count_preempted, run, run_with_aborts, sampling_params, tokens
 from homogeneity import same_distribution_p_value
 from sampling_distributions import DIFFERENT, SAME, samples_of
 from save_drafts import save_draft
@@ -163,14 +163,7 @@ def test_preemption(
     scenario = Scenario([{"max_tokens": 100, "ignore_eos": True}], PROMPTS)
     want = tokens(run(plain, scenario))
     engine = engines(name, num_gpu_blocks_override=16)
-    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", count)
+    preempted = count_preempted(engine, monkeypatch)
     assert tokens(run(engine, scenario)) == want
     assert preempted
     num_right, num_missed = watch.rights(tiny_model.name)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generation import run, run_with_aborts, tokens
+from generation import count_preempted, run, run_with_aborts, same_tokens_twice, tokens
 from homogeneity import same_distribution_p_value
 from sampling_distributions import DIFFERENT, SAME, samples_of
 from scenarios import LONG, LONG_PROMPT, LONG_PROMPT_SIZES, LONG_SIZES, PROMPTS, SCENARIOS, Scenario
-from test_cache_view_engine import CROWDED, count_preempted
+from test_cache_view_engine import CROWDED
 from test_cascade_engine import Watch
 from test_greedy_identity import runner_of
 from test_models_oracle import FREE
@@ -91,12 +91,7 @@ def test_same_tokens_of_long_prompts(
 ) -> None:
     """Twice: the second time prompts are found in the prefix cache."""
     engine = engines(name, engine=LONG_SIZES)
-    engine.reset_prefix_cache()
-    for turn in range(2):
-        outputs = run(engine, LONG)
-        assert tokens(outputs) == expected_long
-        cached = sum(out.num_cached_tokens for out in outputs)
-        assert cached > 700 if turn else cached < 700
+    same_tokens_twice(engine, expected_long)
     (view,) = runner_of(engine).drafter.views.views
     assert sum(len(makers) for _, makers, _ in watch.outcomes) > 300
     assert all(set(makers) == {view.spec.name} for _, makers, _ in watch.outcomes)

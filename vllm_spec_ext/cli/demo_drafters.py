@@ -2,7 +2,7 @@
 """Trained drafters for the demo model, part of this package.
 
 ``python -m vllm_spec_ext.cli.demo_drafters`` prints their folders. How they were made:
-docs/blockwise.md and docs/training_nar.md.
+docs/blockwise.md and docs/nar.md.
 """
 
 from pathlib import Path
