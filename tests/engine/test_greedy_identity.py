@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from generation import ALWAYS_DRAFT, run, run_with_aborts, tokens
+from generation import ALWAYS_DRAFT, count_preempted, run, run_with_aborts, tokens
 from scenarios import PROMPTS, SCENARIOS, Scenario
 
 from vllm_spec_ext.proposers import registry
@@ -107,14 +107,7 @@ def test_preemption(
     scenario = Scenario([{"max_tokens": 100, "ignore_eos": True}], PROMPTS)
     expected = tokens(run(plain, scenario))
     engine = make_engine(speculative_config=METHODS[name], num_gpu_blocks_override=16)
-    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", count)
+    preempted = count_preempted(engine, monkeypatch)
     assert tokens(run(engine, scenario, [out[0] for out in expected])) == expected
     assert preempted
 

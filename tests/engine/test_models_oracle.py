@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from generation import run, run_with_aborts, sampling_params, tokens
+from generation import count_preempted, run, run_with_aborts, sampling_params, tokens
 from save_drafts import save_draft
 from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_greedy_identity import runner_of
@@ -120,14 +120,7 @@ def test_preemption(
     scenario = Scenario([{"max_tokens": 100, "ignore_eos": True}], PROMPTS)
     want = tokens(run(plain, scenario))
     engine = with_models("self", {"num_gpu_blocks_override": 16}, **SHAPES[name])
-    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", count)
+    preempted = count_preempted(engine, monkeypatch)
     drafter = drafter_of(engine)
     assert tokens(run(engine, scenario)) == want
     assert preempted

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from generation import run, sampling_params, tokens
+from generation import count_preempted, run, sampling_params, tokens
 from homogeneity import same_distribution_p_value
 from nar_reference import DenseDrafter
 from sampling_distributions import DIFFERENT, SAME, samples_of
@@ -169,14 +169,7 @@ def test_preemption(
     """A cache too small for the batch: contexts are dropped and made again, or found again."""
     long = Scenario([{"max_tokens": 100, "ignore_eos": True}], PROMPTS)
     engine = engines(name, engine={"num_gpu_blocks_override": 16})
-    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
-
-    def count(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", count)
+    preempted = count_preempted(engine, monkeypatch)
     assert tokens(run(engine, long)) == tokens(run(plain, long))
     assert preempted
     dense = DenseDrafter(tiny_model, Path(drafters[METHODS[name]["model"]]))
