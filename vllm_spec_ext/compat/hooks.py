@@ -66,6 +66,25 @@ FUNCTIONS: tuple[Hook, ...] = (
         names=("request_id", "prompt", "params"),
     ),
     Hook(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.generate",
+        "tells what became of one request's drafts",
+        names=("prompt", "sampling_params", "request_id"),
+    ),
+    Hook(
+        "vllm.v1.metrics.ray_wrappers",
+        "RayCounterWrapper.__init__",
+        "our counters in Ray's metrics",
+        names=("name", "documentation", "labelnames"),
+        exact=True,
+    ),
+    Hook(
+        "vllm.v1.metrics.ray_wrappers",
+        "RayGaugeWrapper.__init__",
+        "the same of the one gauge",
+        names=("name", "documentation", "labelnames"),
+    ),
+    Hook(
         "vllm.distributed.parallel_state",
         "get_tp_group",
         "rank 0 of it drafts, the others follow",

@@ -101,7 +101,7 @@ def _register(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(
-    method: str, *, index: int = 0, rank: int = 0, folder: Path | None = None, **options: Any
+    method: str, *, index: int = 0, rank: int = 0, key: str | None = None, **options: Any
 ) -> Drafter:
     """A drafter as a worker builds it, its model loaded."""
     schema = registry.load(method).info.options
@@ -113,7 +113,7 @@ def make(
         MethodSettings(
             method=method,
             options=schema.model_validate(options),
-            counter_folder=None if folder is None else str(folder),
+            counter_key=key,
         ),
     )
     config = SimpleNamespace(
@@ -197,9 +197,11 @@ def test_one_process_of_a_deployment_may_write_files(*, index: int, rank: int, m
     assert drafter._proposer.may_write is may  # type: ignore[attr-defined]
 
 
-def test_replicas_never_count_in_one_file(tmp_path: Path) -> None:
-    drafters = [make("mortal", index=index, folder=tmp_path) for index in range(2)]
+def test_replicas_never_count_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    drafters = [make("mortal", index=index, key="a") for index in range(2)]
     for number, drafter in enumerate(drafters, 1):
         drafter._counters.add(steps=number)
-    assert len(list(tmp_path.iterdir())) == 2
-    assert CounterReadings([str(tmp_path)])["steps"] == 3
+    (folder,) = tmp_path.iterdir()
+    assert len(list(folder.iterdir())) == 2
+    assert CounterReadings([str(folder)])["steps"] == 3

@@ -44,11 +44,18 @@ def test_counts_of_all_ranks_add_up(tmp_path: Path) -> None:
     assert found.total_time_us == pytest.approx(1e9 + 70.5)
 
 
-def test_a_worker_elsewhere_counts_for_itself(tmp_path: Path) -> None:
-    for folder in (None, str(tmp_path / "not here")):
+def test_the_worker_makes_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "counters"
+    assert CounterReadings([str(folder)])["steps"] == 0  # the front end may look before
+    CounterWriter(str(folder), 0).add(steps=1)
+    assert CounterReadings([str(folder)])["steps"] == 1
+    assert folder.stat().st_mode & 0o77 == 0
+
+
+def test_a_worker_without_a_folder_counts_for_itself(tmp_path: Path) -> None:
+    for folder in (None, str(tmp_path / "not" / "here")):
         CounterWriter(folder, 0).add(steps=1)
     assert list(tmp_path.iterdir()) == []
-    assert CounterReadings([str(tmp_path)])["steps"] == 0
 
 
 def test_half_written_files_are_left_out(tmp_path: Path) -> None:
@@ -81,7 +88,8 @@ def test_draft_models_are_shown_by_name(tmp_path: Path) -> None:
     collector, registry = _Collector(), CollectorRegistry()
     registry.register(collector)
     assert "draft_model" not in generate_latest(registry).decode()
-    collector.watch("token_tree", "exact", str(tmp_path), ["small", "large"])
+    assert collector.watch("token_tree", "exact", str(tmp_path), ["small", "large"])
+    assert not collector.watch("token_tree", "exact", str(tmp_path), ["small", "large"])
     text = generate_latest(registry).decode()
     labels = '{method="token_tree",model="large",rule="exact"}'
     assert f"spec_ext:draft_model_forwards_total{labels} 6.0" in text

@@ -6,10 +6,11 @@ Inside vLLM our methods are its official ``custom_class`` (vLLM 0.32
 scheduling off and build our drafter itself.
 """
 
+import multiprocessing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from pydantic import BaseModel, ConfigDict, SerializeAsAny, SkipValidation
 from vllm.config.speculative import SpeculativeConfig
@@ -19,6 +20,7 @@ from vllm_spec_ext import compat
 from vllm_spec_ext.engine.models.draft_config import draft_configs
 from vllm_spec_ext.engine.models.memory_check import check_memory
 from vllm_spec_ext.engine.requests.door import install_request_validation
+from vllm_spec_ext.engine.starting.arrival import Arrival
 from vllm_spec_ext.engine.starting.limits import (
     MAX_DRAFT_TOKENS,
     refuse_processed_logprobs,
@@ -28,7 +30,8 @@ from vllm_spec_ext.engine.starting.limits import (
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.engine.views.view_checks import check_views, wanted_views
 from vllm_spec_ext.engine.watching.metrics import publish
-from vllm_spec_ext.engine.watching.shared_counters import make_folder
+from vllm_spec_ext.engine.watching.served_requests import install_watch
+from vllm_spec_ext.engine.watching.shared_counters import folder_of, new_key
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions, parse_options, unknown_option
 from vllm_spec_ext.proposers import registry
@@ -62,10 +65,15 @@ class MethodSettings(BaseModel):
     options: SerializeAsAny[MethodOptions]
     rule: SerializeAsAny[ScorerOptions] | None = None
     """Acceptance rule; None is the exact, lossless one."""
-    counter_folder: str | None = None
-    """Where the workers count for the front end."""
+    counter_key: str | None = None
+    """Name under which the workers count for the front end; None = they count for themselves."""
     share_unsalted: bool = False
     """Requests without a ``cache_salt`` share what proposers learn of their tokens."""
+
+    @property
+    def counter_folder(self) -> str | None:
+        """Where the workers count, if they run on this machine."""
+        return None if self.counter_key is None else folder_of(self.counter_key)
 
     @property
     def lossless(self) -> bool:
@@ -75,7 +83,11 @@ class MethodSettings(BaseModel):
 
 @config(repr=False)
 class SpecExtConfig(SpeculativeConfig):
-    """vLLM's speculative configuration with our method beside it; travels by pickle."""
+    """vLLM's speculative configuration with our method beside it; travels by pickle.
+
+    It holds nothing that belongs to a process or a machine: Ray Serve builds it in a task on any
+    node of a cluster, and runs the engine elsewhere.
+    """
 
     spec_ext: SkipValidation[MethodSettings] = None  # type: ignore[assignment]
     """Method and options of vllm-spec-ext."""
@@ -93,10 +105,30 @@ class SpecExtConfig(SpeculativeConfig):
             f"options={self.spec_ext.options!r}, rule={self.spec_ext.rule!r})"
         )
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        """Arrive with our words where this package, or the method's, is missing."""
+        return Arrival(type(self.spec_ext.options).__module__), (), self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrived, or copied; in a front end that did not build it, do what building does there."""
+        self.__dict__.update(state)
+        if multiprocessing.parent_process() is None:  # vLLM's engines and workers are children
+            set_up_front_end(self)
+
     @property
     def lossless(self) -> bool:
         """Whether method and acceptance rule leave the target's output as it is."""
         return self.spec_ext.lossless
+
+    @property
+    def rule(self) -> str:
+        """The acceptance rule, as metrics name it."""
+        return "exact" if self.lossless else str(self.spec_ext.rule)
+
+    @property
+    def reader_names(self) -> list[str]:
+        """Draft models and views, as metrics name them."""
+        return [reader.name for reader in (*self.draft_models, *self.cache_views)]
 
 
 @dataclass(frozen=True)
@@ -249,7 +281,7 @@ def build_spec_config(
         method=parsed.info.name,
         options=parsed.options,
         rule=parsed.rule,
-        counter_folder=make_folder(),
+        counter_key=new_key(),
         share_unsalted=share_unsalted,
     )
     if not settings.lossless:
@@ -265,8 +297,14 @@ def build_spec_config(
         **parsed.vllm_options,
     )
     target_parallel_config.worker_cls = worker_class()
-    install_request_validation()
-    rule = "exact" if settings.lossless else str(settings.rule)
-    names = [*(model.name for model in draft_models), *(view.name for view in views)]
-    publish(settings.method, rule, settings.counter_folder, names)
+    set_up_front_end(result)
     return result
+
+
+def set_up_front_end(config: SpecExtConfig) -> None:
+    """Check options of requests in this process, and show what the workers count; idempotent."""
+    install_request_validation()
+    install_watch()
+    settings = config.spec_ext
+    if settings.counter_folder is not None:
+        publish(settings.method, config.rule, settings.counter_folder, config.reader_names)

@@ -5,6 +5,8 @@ The names do not start with ``vllm:``: vLLM drops every such collector when an e
 (v1/metrics/prometheus.py, ``unregister_vllm_metrics``).
 """
 
+import atexit
+import shutil
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -37,11 +39,15 @@ class _Collector:
         self._folders: dict[tuple[str, str], list[str]] = {}  # by method and rule
         self._models: dict[tuple[str, str, str], list[tuple[str, int]]] = {}  # folder and index
 
-    def watch(self, method: str, rule: str, folder: str, models: Sequence[str] = ()) -> None:
-        """Show this engine's counters, too, and those of its draft models."""
-        self._folders.setdefault((method, rule), []).append(folder)
+    def watch(self, method: str, rule: str, folder: str, models: Sequence[str] = ()) -> bool:
+        """Show this engine's counters, too, and those of its draft models; False if it did so."""
+        folders = self._folders.setdefault((method, rule), [])
+        if folder in folders:
+            return False
+        folders.append(folder)
         for index, name in enumerate(models):
             self._models.setdefault((method, rule, name), []).append((folder, index))
+        return True
 
     def collect(self) -> Iterator[Any]:
         """All metrics with their labels; called by prometheus_client."""
@@ -85,15 +91,15 @@ def _collector() -> _Collector:
     return collector
 
 
-def publish(method: str, rule: str, folder: str | None, models: Sequence[str] = ()) -> None:
+def publish(method: str, rule: str, folder: str, models: Sequence[str] = ()) -> None:
     """Say which acceptance rule this process's engine runs, and show what its workers count.
 
     Args:
         method: Name of the proposer.
         rule: ``"exact"``, or the relaxed rule with its parameters.
-        folder: Where the workers count; None = nowhere.
+        folder: Where the workers count; removed when this process ends.
         models: Names of the draft models.
     """
     _lossless_gauge().labels(method=method, rule=rule).set(rule == "exact")
-    if folder is not None:
-        _collector().watch(method, rule, folder, models)
+    if _collector().watch(method, rule, folder, models):
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -3,14 +3,14 @@
 
 The worker is another process, and vLLM has no channel for a plugin's figures. A small file mapped
 by both costs an addition a step and needs no lock: one worker writes (the first rank of each data
-parallel group), others read. Workers on another machine than the front end do not see the folder
-and count nothing.
+parallel group), others read. The configuration names the folder and nothing more: it may be built
+on another machine than the engine's. The worker makes the folder, the front end removes it. Where
+the two are on different machines, nothing is shown.
 """
 
-import atexit
 import logging
-import shutil
 import tempfile
+import uuid
 from bisect import bisect_left
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,27 +39,27 @@ _SUM = _FIRST_BUCKET + len(BUCKETS_US) + 1  # one more bucket for all that is sl
 _SIZE = _SUM + 1
 
 
-def make_folder() -> str | None:
-    """A folder for the counters of one engine, removed when this process ends; None without."""
-    try:
-        folder = tempfile.mkdtemp(prefix="vllm-spec-ext-")
-    except OSError as error:
-        logger.warning("vllm-spec-ext: no %s metrics: %s", "spec_ext:*", error)
-        return None
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+def new_key() -> str:
+    """A name for the counters of one engine, on whichever machine that will run."""
+    return uuid.uuid4().hex
+
+
+def folder_of(key: str) -> str:
+    """The folder on this machine for counters of this name; it need not exist."""
+    return str(Path(tempfile.gettempdir()) / f"vllm-spec-ext-{key}")
 
 
 class CounterWriter:
     """The worker's end."""
 
     def __init__(self, folder: str | None, rank: int) -> None:
-        """Start at zero; a folder that is not there makes it count for itself alone."""
+        """Start at zero, and make the folder; without one it counts for itself alone."""
         self._values = np.zeros(_SIZE)
-        if folder is None or not Path(folder).is_dir():
+        if folder is None:
             return
         path = Path(folder) / f"{rank}.counters"
         try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             path.write_bytes(self._values.tobytes())  # really there: no surprise on a full disk
             # As a plain array, whose items are faster to change.
             self._values = np.asarray(np.memmap(path, np.float64, "r+", shape=(_SIZE,)))
