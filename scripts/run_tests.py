@@ -29,9 +29,12 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 
 ENGINE_FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/engine/test_*.py"))
+E2E_FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/e2e/test_*.py"))
+RAY_FILES = [name for name in E2E_FILES if "test_ray_" in name]  # a cluster for each
 PARTS = {  # those that take longest first
-    "e2e": ["tests/e2e"],
+    "e2e": [name for name in E2E_FILES if name not in RAY_FILES],
     **{f"engine {i + 1}": ENGINE_FILES[i::3] for i in range(3)},
+    "ray": RAY_FILES,
     "unit": ["tests/unit"],
 }
 GIB = 1 << 30

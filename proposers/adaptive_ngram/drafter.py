@@ -3,7 +3,6 @@
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from vllm_spec_ext.proposers.adaptive_ngram import search as search_module
 from vllm_spec_ext.proposers.adaptive_ngram.learning import Learner
 from vllm_spec_ext.proposers.adaptive_ngram.lookup import BACKOFF, Lookup
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import load_overlay, save_overlay
+from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import file_to_read, file_to_save
 from vllm_spec_ext.proposers.adaptive_ngram.search import (
     Results,
     Search,
@@ -78,7 +78,7 @@ class NgramDrafter:
         self.learner = Learner(settings, engine.max_num_seqs, vocab_size)
         if settings.overlay_file is not None:
             self.fingerprint = self.fingerprint or target_fingerprint(engine)
-            path = Path(settings.overlay_file)
+            path = file_to_read(settings.overlay_file)
             if path.exists():
                 load_overlay(path, self.learner.shared, self.fingerprint, vocab_size)
             if not engine.may_write_files:
@@ -231,7 +231,7 @@ class NgramDrafter:
         Nothing where another process of the deployment writes it.
         """
         if self._saves and self.settings.overlay_file is not None:
-            path = Path(self.settings.overlay_file)
+            path = file_to_save(self.settings.overlay_file)
             save_overlay(path, self.learner.shared, self.fingerprint, self._vocab_size)
 
     def _save_when_due(self) -> None:

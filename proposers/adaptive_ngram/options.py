@@ -34,7 +34,8 @@ class AdaptiveNgramOptions(MethodOptions):
 
     overlay_file: str | None = None
     """The shared overlay of requests without a ``cache_salt`` is read from here at start, if the
-    file exists, and saved here; those with one are never saved."""
+    file exists, and saved here; those with one are never saved. For several replicas write
+    ``{replica}``: each saves a file of its own, and reads the one where it says ``merged``."""
 
     overlay_save_every: int = Field(default=200_000, ge=0)
     """Tokens learned between two saves of ``overlay_file``; 0 saves at exit only."""

@@ -24,6 +24,7 @@ WAYS = 4
 SUCCESSORS = 8
 LAST_GENERATION = (1 << 22) - 1
 FILE_VERSION = "1"
+KIND = "adaptive_ngram.overlay"
 
 
 class OverlayArrays(NamedTuple):
@@ -241,7 +242,7 @@ def save_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: in
     data = save(
         tensors,
         metadata={
-            "kind": "adaptive_ngram.overlay",
+            "kind": KIND,
             "version": FILE_VERSION,
             "tokenizer": fingerprint,
             "vocab_size": str(vocab_size),
@@ -276,7 +277,7 @@ def load_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: in
     except (SafetensorError, OSError) as error:
         raise SpecExtError(f"cannot read overlay {path}: {error}. {fix}") from error
     found = (metadata.get("kind"), metadata.get("version"), metadata.get("vocab_size"))
-    expected = ("adaptive_ngram.overlay", FILE_VERSION, str(vocab_size))
+    expected = (KIND, FILE_VERSION, str(vocab_size))
     if found != expected:
         raise SpecExtError(f"overlay {path}: found {found}, expected {expected}. {fix}")
     check_fingerprint(metadata.get("tokenizer", ""), fingerprint, f"overlay {path}", fix)

@@ -29,6 +29,9 @@ pytestmark = [
 OWN_DRAFTS = ["examples/token_tree_offline.py", "examples/cascade_offline.py"]
 """Without a draft model the target drafts for itself."""
 
+ON_RAY = ["examples/ray_batch.py", "examples/ray_serve.py"]
+"""Run by test_ray_batch.py and test_ray_serve.py."""
+
 SERVED = ["examples/serve_and_stream.py", "examples/long_document_questions.py"]
 
 ENGINE_WITH_REPEAT = """
@@ -56,7 +59,7 @@ if __name__ == "__main__":
 
 def test_every_example_is_run_and_short() -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
-    run_here = {*OFFLINE_EXAMPLES, *SERVED, *OWN_DRAFTS}
+    run_here = {*OFFLINE_EXAMPLES, *SERVED, *OWN_DRAFTS, *ON_RAY}
     assert files == run_here | {"examples/custom_proposer/repeat_proposer.py"}
     assert all(len((ROOT / name).read_text().splitlines()) < 60 for name in files)
 

@@ -145,3 +145,15 @@ def info(
     width = max(map(len, fields))
     for name, value in fields.items():
         typer.echo(f"{name:{width}}  {f'{value:,}' if isinstance(value, int) else value}")
+
+
+@corpus_app.command()
+def merge(
+    overlays: Annotated[list[Path], typer.Argument(help="Files saved as overlay_file.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")],
+) -> None:
+    """Make one overlay of those of several replicas; `merged` for `{replica}` in overlay_file."""
+    from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import merge_overlays
+
+    num_contexts = merge_overlays(overlays, out)
+    typer.echo(f"{out}: {num_contexts:,} contexts of {len(overlays)} overlays")

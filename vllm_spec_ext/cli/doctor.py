@@ -14,6 +14,7 @@ from rich.text import Text
 from vllm_spec_ext import __version__, compat
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.environment_checks import Check, run_checks
+from vllm_spec_ext.cli.ray_checks import node_checks, ray_checks
 from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.compat import Hook, HookStatus, Reads, unpacked
 from vllm_spec_ext.errors import IncompatibleVLLMError
@@ -45,6 +46,13 @@ def doctor(
         str | None,
         typer.Option(help="Look at a running server, too: its /metrics page."),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Look at every node of a running Ray cluster, too: its address, or 'auto'.",
+        ),
+    ] = None,
 ) -> None:
     """Check Python, vLLM, torch, this plugin and the places in vLLM that it relies on.
 
@@ -54,7 +62,9 @@ def doctor(
         look_at(source, as_json=as_json, all_hooks=all_hooks)
         return
     done = vllm_metadata.repair() if fix else None
-    checks = run_checks()
+    checks = run_checks() + ray_checks()
+    if ray is not None:
+        checks += node_checks(ray)
     if url is not None:
         from vllm_spec_ext.cli.top import fetch
 

@@ -20,6 +20,8 @@ from vllm_spec_ext.errors import SpecExtError
 
 _TIMEOUT_S = 5.0
 _OURS = "spec_ext:"
+# What Ray makes of a metric's name: its own prefix, and no colon.
+_OF_RAY = {"ray_spec_ext_": _OURS, "ray_vllm_": "vllm:"}
 _TIMES = f"{_OURS}drafter_microseconds"
 
 
@@ -34,24 +36,37 @@ class Snapshot:
 
 
 def read_metrics(text: str, when: float) -> Snapshot:
-    """Take apart what ``/metrics`` says; an engine is named "method (rule)"."""
+    """Take apart what ``/metrics`` says; an engine is named "method (rule)".
+
+    On the page of a Ray node each engine of the node is one, its replica's or worker's id behind.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     found = Snapshot(when)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            labels = sample.labels
-            if sample.name.startswith("vllm:"):
-                found.server[sample.name] = found.server.get(sample.name, 0.0) + sample.value
-            elif sample.name.startswith(_OURS):
+            labels, full = sample.labels, _without_ray(sample.name)
+            if full.startswith("vllm:"):
+                found.server[full] = found.server.get(full, 0.0) + sample.value
+            elif full.startswith(_OURS):
                 engine = f"{labels.get('method', '?')} ({labels.get('rule', '?')})"
-                if sample.name == f"{_TIMES}_bucket":
+                replica = labels.get("ReplicaId") or labels.get("WorkerId")
+                if replica:
+                    engine += f" {replica[:8]}"
+                if full == f"{_TIMES}_bucket":
                     bound = float(labels["le"].replace("+Inf", "inf"))
                     found.buckets.setdefault(engine, {})[bound] = sample.value
                 else:
-                    name = sample.name.removeprefix(_OURS).removesuffix("_total")
+                    name = full.removeprefix(_OURS).removesuffix("_total")
                     found.counters.setdefault(engine, {})[name] = sample.value
     return found
+
+
+def _without_ray(name: str) -> str:
+    for prefix, ours in _OF_RAY.items():
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name
 
 
 def quantile(now: Mapping[float, float], before: Mapping[float, float], share: float) -> float:

@@ -66,6 +66,19 @@ class Source:
                 return file
         return None
 
+    def provides(self, module: str, name: str | None) -> bool:
+        """Whether a module is there, and defines or imports a name or has such a submodule."""
+        tree = self.tree(module)
+        if tree is None or name is None or self._file(f"{module}.{name}"):
+            return tree is not None
+        for node in _statements(tree.body):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                if name in [(alias.asname or alias.name).partition(".")[0] for alias in node.names]:
+                    return True
+            elif name in _names_of(node):
+                return True
+        return False
+
     def look_up(self, entry: Entry) -> HookStatus:
         """Compare an entry with the source."""
         try:

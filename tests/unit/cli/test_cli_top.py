@@ -43,6 +43,18 @@ def page(steps: int, emitted: int, verified: int, accepted: int, quick: int, slo
     return "\n".join(lines) + "\n"
 
 
+def test_the_page_of_a_ray_node_has_a_row_for_each_engine() -> None:
+    text = page(100, 150, 400, 50, 10, 0).replace("vllm:", "ray_vllm_")
+    text = text.replace("spec_ext:", "ray_spec_ext_")
+    replicas = [text.replace("{meth", f'{{ReplicaId="{id}",meth') for id in ("abc", "")]
+    (one,) = engine_rows(read_metrics(replicas[0], 0.0), None)
+    assert one[:3] == ["input_copy (exact) abc", "yes", "1.50"]
+    worker = replicas[1].replace("{Repl", '{WorkerId="0123456789",Repl')
+    (two,) = engine_rows(read_metrics(worker, 0.0), None)
+    assert two[0] == "input_copy (exact) 01234567"
+    assert read_metrics(worker, 0.0).server["vllm:num_requests_running"] == 5
+
+
 def test_figures_of_an_interval() -> None:
     before = read_metrics(page(100, 150, 400, 50, 10, 0), 0.0)
     now = read_metrics(page(140, 270, 600, 130, 60, 49), 2.0)

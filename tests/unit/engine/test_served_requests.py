@@ -115,7 +115,8 @@ def ray_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, flo
         def inc(self, value: float) -> None:
             values[self.name] = values.get(self.name, 0.0) + value
 
-        set = inc
+        def set(self, value: float) -> None:
+            values[self.name] = value
 
     monkeypatch.setattr(ray_wrappers, "RayCounterWrapper", Metric)
     monkeypatch.setattr(ray_wrappers, "RayGaugeWrapper", Metric)

@@ -7,7 +7,7 @@ scheduling off and build our drafter itself.
 """
 
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_spec_ext.engine.models.draft_config import DraftConfig
+    from vllm_spec_ext.proposers.views import ViewSpec
 
 DRAFTER_CLASS = "vllm_spec_ext.engine.drafting.drafter.Drafter"
 
@@ -128,7 +131,9 @@ class SpecExtConfig(SpeculativeConfig):
     @property
     def reader_names(self) -> list[str]:
         """Draft models and views, as metrics name them."""
-        return [reader.name for reader in (*self.draft_models, *self.cache_views)]
+        models: Sequence[DraftConfig] = self.draft_models
+        views: Sequence[ViewSpec] = self.cache_views
+        return [*(model.name for model in models), *(view.name for view in views)]
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,9 @@ class RayCounters(AggregateStatLoggerBase):
         self._folder = config.spec_ext.counter_folder
         self._models = config.reader_names
         gauge = RayGaugeWrapper(f"{PREFIX}lossless", "1 if lossless, else 0.", list(labels))
-        gauge.labels(**labels).set(config.lossless)
-        self._counters: dict[tuple[str, str], Any] = {}
+        self._gauge = gauge.labels(**labels)
+        self._lossless = config.lossless
+        self._counters: dict[tuple[str, str], RayCounterWrapper] = {}
         for name, text in COUNTERS.items():
             counter = RayCounterWrapper(PREFIX + name, text, list(labels))
             self._counters[name, ""] = counter.labels(**labels)
@@ -83,6 +84,7 @@ class RayCounters(AggregateStatLoggerBase):
         if now < self._next_s and not idle:
             return
         self._next_s = now + _INTERVAL_S
+        self._gauge.set(self._lossless)  # Ray forgets a gauge once it has shown it
         for key, value in self._readings():
             self._counters[key].inc(value - self._told[key])
             self._told[key] = value

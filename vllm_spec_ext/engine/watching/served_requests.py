@@ -9,7 +9,7 @@ name that they have in vLLM's HTTP answers. Costs nothing where they are not cou
 
 import dataclasses
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,9 @@ def _watched(original: Any) -> Any:
     return generate
 
 
-async def _with_acceptance(stream: Any) -> AsyncIterator["RequestOutput"]:
+async def _with_acceptance(
+    stream: AsyncGenerator["RequestOutput", None],
+) -> AsyncIterator["RequestOutput"]:
     async with aclosing(stream):  # vLLM aborts a request whose stream is closed
         async for output in stream:
             if output.finished:
@@ -61,8 +63,8 @@ def add_acceptance(output: "RequestOutput") -> None:
     counted = answers[0].spec_decode_metrics if len(answers) == 1 else None
     if stats is None or counted is None:
         return
-    values = {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
-    output.metrics = _with_field(type(stats))(**values, **{FIELD: counted.to_dict()})
+    values = {**dataclasses.asdict(stats), FIELD: counted.to_dict()}
+    output.metrics = _with_field(type(stats))(**values)
 
 
 @functools.cache

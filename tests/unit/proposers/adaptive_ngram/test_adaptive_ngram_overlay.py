@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adaptive overlay: decay, cap, eviction, constant memory, exactly-once learning."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,11 @@ from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     learn,
     load_overlay,
     save_overlay,
+)
+from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import (
+    file_to_read,
+    file_to_save,
+    merge_overlays,
 )
 from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings
 from vllm_spec_ext.proposers.base import UNSALTED, RequestStep
@@ -213,3 +219,65 @@ def test_save_and_load(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(SpecExtError, match="cannot read"):
         load_overlay(path, other, "sha256:a", V)
+
+
+def saved(path: Path, tokens: list[int], buckets: int = 64, fingerprint: str = "sha256:a") -> Path:
+    pool, slot = make_pool(buckets=buckets)
+    teach(pool, slot, tokens)
+    save_overlay(path, pool, fingerprint, V)
+    return path
+
+
+def test_overlays_of_replicas_become_one(tmp_path: Path) -> None:
+    one = saved(tmp_path / "one", [1, 2, 3, 1, 2, 4])
+    two = saved(tmp_path / "two", [7, 8, 9, 1, 2, 3, 5, 5, 5, 5, 5, 5])
+    merged = tmp_path / "new" / "merged"
+    assert merge_overlays([one, two], merged) == 15
+    pool, slot = make_pool()
+    load_overlay(merged, pool, "sha256:a", V)
+    assert row_of(pool, slot, 1, 2) == {3: 2.0, 4: 1.0}
+    assert row_of(pool, slot, 7, 8) == {9: 1.0}
+    clock = pool.arrays.clocks[slot]
+    assert clock == 11
+    ages = [
+        clock - pool.arrays.stamps[slot, find_row(pool.arrays, slot, *c)] for c in ((1, 2), (5, 5))
+    ]
+    assert ages == [0, 0]  # as in the file where each is youngest
+    assert teach(pool, slot, [1, 2, 3]) == 2  # it goes on learning
+    assert row_of(pool, slot, 1, 2)[3] == 3.0
+
+
+def test_the_youngest_stay_where_a_bucket_is_full(tmp_path: Path) -> None:
+    tokens = list(range(0, 900, 3))
+    files = [saved(tmp_path / "a", tokens, buckets=16), saved(tmp_path / "b", tokens[::-1], 16)]
+    merge_overlays(files, tmp_path / "merged")
+    pool, slot = make_pool(buckets=16)
+    load_overlay(tmp_path / "merged", pool, "sha256:a", V)
+    assert pool.rows_used(slot) == 64
+    ages = pool.arrays.clocks[slot] - pool.arrays.stamps[slot]
+    assert ages.max() < len(tokens) / 2
+
+
+def test_overlays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    one = saved(tmp_path / "one", [1, 2, 3])
+    (tmp_path / "broken").write_bytes(b"no")
+    for other, words in (
+        (saved(tmp_path / "larger", [1, 2, 3], 128), "512 rows, expected"),
+        (saved(tmp_path / "foreign", [1, 2, 3], fingerprint="sha256:b"), "merge overlays of one"),
+        (tmp_path / "broken", "cannot read overlay"),
+    ):
+        with pytest.raises(SpecExtError, match=words):
+            merge_overlays([one, other], tmp_path / "merged")
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.zeros(1)}, tmp_path / "else")
+    with pytest.raises(SpecExtError, match="give files that adaptive_ngram saved"):
+        merge_overlays([tmp_path / "else"], tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_files_of_replicas() -> None:
+    name = "overlays/{replica}.safetensors"
+    assert file_to_read(name) == Path("overlays/merged.safetensors")
+    assert str(os.getpid()) in str(file_to_save(name))
+    assert file_to_read("a") == file_to_save("a") == Path("a")

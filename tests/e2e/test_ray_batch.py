@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example of Ray Data: killed half-way, and started again."""
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fenced_blocks import ROOT
+from ray_cluster import Cluster, plain_answers, ray_cluster, tiny_model
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[data,serve]"),
+]
+
+NUM_ROWS = 64
+SOURCE = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with ray_cluster() as started:
+        yield started
+
+
+def write_questions(path: Path) -> None:
+    rows = [
+        {
+            "id": f"row {i}",
+            "question": f"{i}: {SOURCE[i % 20 :]}",
+            "source_text": SOURCE if i % 2 else None,
+        }
+        for i in range(NUM_ROWS)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_answers(folder: Path) -> list[dict]:
+    from pyarrow import parquet
+
+    return [
+        row for path in folder.glob("*.parquet") for row in parquet.read_table(path).to_pylist()
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_is_taken_up_where_it_was(cluster: Cluster, tmp_path: Path) -> None:
+    model = tiny_model()
+    example, questions, answers = tmp_path / "batch.py", tmp_path / "q.jsonl", tmp_path / "answers"
+    text = (ROOT / "examples/ray_batch.py").read_text()
+    # Exact comparisons, and no clock that may hold drafts back on a busy machine.
+    text = text.replace('"max_model_len": 1024', '"max_model_len": 256, "dtype": "float32"')
+    example.write_text(text.replace('"num_spec', '"adaptive_length": False, "num_spec'))
+    write_questions(questions)
+    command = [sys.executable, str(example), str(questions), str(answers), str(model)]
+    first = subprocess.Popen(
+        command,
+        env=cluster.environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 300
+    while not list(answers.glob("*.parquet")) and first.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait(10)
+    early = len(read_answers(answers))
+    done = subprocess.run(
+        command, env=cluster.environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    rows = read_answers(answers)
+    assert len(rows) >= early > 0
+    assert sorted(row["id"] for row in rows) == sorted(f"row {i}" for i in range(NUM_ROWS))
+    assert sum(row["num_accepted_draft_tokens"] for row in rows) > 0
+    assert all(row["num_accepted_draft_tokens"] <= row["num_draft_tokens"] for row in rows)
+
+    questions_by_id = {row["id"]: row["question"] for row in map(json.loads, questions.open())}
+    expected = plain_answers(list(questions_by_id.values()), 64, tmp_path)
+    answers_by_id = {row["id"]: row["answer"] for row in rows}
+    assert answers_by_id == dict(zip(questions_by_id, expected, strict=True))
