@@ -310,13 +310,7 @@ CLASSES: tuple[Reads, ...] = (
         "what became of one request's drafts",
         {"to_dict": "Callable[[], dict[str, object]]"},
     ),
-    Reads(
-        "vllm.v1.metrics.stats",
-        "RequestStateStats",
-        "numbers of one request",
-        {},
-        used_by="engine/watching/served_requests.py: a dataclass, whose fields are copied",
-    ),
+    Reads("vllm.v1.metrics.stats", "RequestStateStats", "numbers of one request", {}),
     Reads(
         "vllm.outputs",
         "RequestOutput",

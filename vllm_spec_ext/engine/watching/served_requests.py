@@ -64,12 +64,13 @@ def add_acceptance(output: "RequestOutput") -> None:
     if stats is None or counted is None:
         return
     values = {**dataclasses.asdict(stats), FIELD: counted.to_dict()}
-    output.metrics = _with_field(type(stats))(**values)
+    output.metrics = _stats_with_acceptance()(**values)
 
 
 @functools.cache
-def _with_field(stats: type) -> type:
-    """vLLM's class of a request's metrics with one field more; Ray copies by field."""
-    return dataclasses.make_dataclass(
-        f"{stats.__name__}WithAcceptance", [(FIELD, dict[str, Any])], bases=(stats,), kw_only=True
-    )
+def _stats_with_acceptance() -> type:
+    """vLLM's numbers of a request with one field more; Ray copies by field."""
+    from vllm.v1.metrics.stats import RequestStateStats
+
+    more = [(FIELD, dict[str, Any])]
+    return dataclasses.make_dataclass("Stats", more, bases=(RequestStateStats,), kw_only=True)
