@@ -51,3 +51,12 @@ def test_switched_off_nothing_is_held_back(make_engine: Any) -> None:
     before = len(runner.drafter._proposer.outcomes)
     run(engine, SCENARIO, [outputs[0] for outputs in expected])
     assert len(runner.drafter._proposer.outcomes) - before >= 50
+
+
+def test_a_prompt_in_pieces_with_nothing_beside_it(make_engine: Any) -> None:
+    alone = Scenario(SCENARIO.params, [PROMPTS[4] * 3])
+    pieces = {"max_num_batched_tokens": 40, "max_num_seqs": 4, "enable_prefix_caching": False}
+    expected = tokens(run(make_engine(**pieces), alone))
+    engine = make_engine(speculative_config={**NOISE, "adaptive_length": True}, **pieces)
+    for _ in range(2):  # the second time costs are known
+        assert tokens(run(engine, alone, [outputs[0] for outputs in expected])) == expected

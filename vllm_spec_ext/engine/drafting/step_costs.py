@@ -192,6 +192,8 @@ class StepCosts:
 
     def estimate(self, num_requests: int) -> CostEstimate | None:
         """Costs at this batch size, guessed from the nearest known one; None = nothing known."""
+        if num_requests < 1:
+            return None  # a step of unfinished prefills
         if num_requests not in self._estimates:
             found = self._classes.get(num_requests.bit_length())
             if found is None:
