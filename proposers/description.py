@@ -18,6 +18,13 @@ class Needs:
     hidden_states: bool = False
     """Final hidden state of the last verified position, one row a request."""
 
+    next_tokens: int = 0
+    """The target's likeliest next tokens, so many, at every row of a step."""
+
+    shares_nodes: bool = False
+    """It divides a step's draft tokens among requests by itself (``StepContext.max_nodes``);
+    otherwise each request's room is what it may draft."""
+
     distributions: bool = False
     """Drafts may carry ``probs``: what verifies these is compiled when the engine starts."""
 

@@ -60,6 +60,15 @@ def chain(tokens: "IntArray | Sequence[int]") -> Draft:
 
 
 @dataclass(frozen=True)
+class NextTokens:
+    """The target's likeliest next tokens at the rows of a step, rejected nodes' rows included."""
+
+    contexts: IntArray  # [num_rows, 2] the two tokens that each row ends with; -1 = there is none
+    tokens: IntArray  # [num_rows, m], likeliest first
+    probs: NDArray[np.float32]  # [num_rows, m] of the model, before any sampling parameters
+
+
+@dataclass(frozen=True)
 class RequestStep:
     """One request right after a target step that gave it new tokens."""
 
@@ -80,6 +89,8 @@ class RequestStep:
     for requests of the same group alone; None = for no other request. :data:`UNSALTED`, or one
     group for each ``cache_salt``. A draft shows what it was made of: a step that accepts many
     tokens tells one user what another was answered."""
+
+    next_tokens: NextTokens | None = None  # if Needs.next_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -104,6 +115,12 @@ class StepContext:
     measured on this machine at this batch size; None while that is not known."""
     plain_seconds: float | None = None
     """A plain step at this batch size, as measured; None while that is not known."""
+    fixed_cost: float | None = None
+    """Tokens, of all requests together, that a step loses by any draft at all, beside
+    ``min_probability`` for each draft token; None as above."""
+    max_nodes: int | None = None
+    """With ``Needs.shares_nodes``: most draft tokens of all requests together; None = as their
+    rooms say."""
 
 
 @dataclass(frozen=True)

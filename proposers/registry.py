@@ -13,8 +13,11 @@ ENTRY_POINT_GROUP = "vllm_spec_ext.proposers"
 # name -> "module:Class", in the order in which lists and docs show them; the class carries its own
 # ProposerInfo, from which all else is made.
 BUILTIN = {
+    "auto": "vllm_spec_ext.proposers.auto:Auto",
     "input_copy": "vllm_spec_ext.proposers.input_copy:InputCopy",
     "adaptive_ngram": "vllm_spec_ext.proposers.adaptive_ngram:AdaptiveNgram",
+    "suffix_tree": "vllm_spec_ext.proposers.suffix_tree:SuffixTree",
+    "recycling": "vllm_spec_ext.proposers.recycling:Recycling",
     "blockwise": "vllm_spec_ext.proposers.blockwise:Blockwise",
     "nar": "vllm_spec_ext.proposers.nar:Nar",
     "small_model": "vllm_spec_ext.proposers.small_model:SmallModel",

@@ -4,15 +4,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError, shown
 from vllm_spec_ext.options import MethodOptions, Options, parse_options
 from vllm_spec_ext.proposers.base import BaseProposer
 from vllm_spec_ext.proposers.cascade import presets
+from vllm_spec_ext.proposers.inner_method import InnerMethod, Name
 from vllm_spec_ext.proposers.view_options import StreamOptions, ViewOptions
 
-Name = Annotated[str, StringConstraints(min_length=1)]
 Tokens = Annotated[int, Field(ge=0, le=128)]
 
 DEFAULT_REVIEW = 8
@@ -21,25 +21,11 @@ OWN_LEVELS = {"ngram": "vllm_spec_ext.proposers.cascade.suffix_lookup:SuffixLook
 """Levels that are no methods by themselves."""
 
 
-class MethodLevel(Options):
-    """A method that guesses: ``{"method": NAME, ...}`` with the method's own options beside it."""
+class MethodLevel(InnerMethod):
+    """A method that guesses: ``{"method": NAME, ...}`` with the method's own options beside it.
 
-    method: Name
-    """Its name: a method without a model of its own, or ``ngram``."""
-
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Of the method; they may stand beside ``method`` instead."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _collect(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        own = {key: value for key, value in given.items() if key not in ("method", "options")}
-        options = given.get("options", {})
-        if own and isinstance(options, Mapping):
-            options = {**options, **own}
-        return {"method": given.get("method"), "options": options}
+    A method without a model of its own, or ``ngram``.
+    """
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:

@@ -8,9 +8,8 @@ that has :class:`vllm_spec_ext.proposers.base.Continues` is asked again there.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
     Continues,
@@ -20,6 +19,7 @@ from vllm_spec_ext.proposers.base import (
     StepOutcome,
 )
 from vllm_spec_ext.proposers.cascade.judging import Distribution
+from vllm_spec_ext.proposers.inner_method import asked_of
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class Method:
 
     def ask(self, step: StepContext) -> list[Source]:
         """What it has for each request of a step; with room 0 it only sees the new tokens."""
-        asked = [self._as_own(request) for request in step.requests]
+        asked = [asked_of(self.proposer.info, request) for request in step.requests]
         self._report([request.request_id for request in step.requests if request.room > 0])
         # No clock, either: what a token costs the target is not what it costs the level above.
         drafts = self.proposer.propose(StepContext(asked, step.hidden_states))
@@ -140,14 +140,6 @@ class Method:
         sources = [self._waiting.pop(request_id, None) for request_id in request_ids]
         outcomes = [source.outcome() for source in sources if source is not None]
         self.proposer.observe([outcome for outcome in outcomes if outcome is not None])
-
-    def _as_own(self, request: RequestStep) -> RequestStep:
-        """The request with options of this method's class."""
-        schema = self.proposer.info.request_options
-        if isinstance(request.options, schema):
-            return request
-        common = {name: getattr(request.options, name) for name in RequestOptions.model_fields}
-        return replace(request, options=schema(**common))
 
     def _source(self, request: RequestStep, draft: Draft) -> Source:
         tokens = sayable(draft.tokens[: first_path(draft)].tolist(), self._vocab_size)

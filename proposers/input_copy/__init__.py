@@ -25,15 +25,14 @@ from vllm_spec_ext.proposers.base import (
     RequestStep,
     StepContext,
     StepOutcome,
-    chain,
     proposer,
 )
-from vllm_spec_ext.proposers.input_copy.answer_memory import AnswerMemories, AnswerMemory
 from vllm_spec_ext.proposers.input_copy.chat_markers import ChatMarkers, find_chat_markers
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions, InputCopyRequest
 from vllm_spec_ext.proposers.input_copy.source_span import span_between
 from vllm_spec_ext.proposers.input_copy.word_forms import fold_vocabulary
 from vllm_spec_ext.proposers.payoff.acceptance_rates import AcceptanceRates
+from vllm_spec_ext.proposers.text_index.answer_memory import AnswerMemories, AnswerMemory
 from vllm_spec_ext.proposers.text_index.occurrence_index import (
     NO_POSITION,
     Match,
@@ -218,20 +217,24 @@ class InputCopy(BaseProposer):
             room = self._limit(kind, earlier.length, request.room, min_probability)
             if room:
                 copy.kind = kind
-                return chain(answers.following(earlier, room))
+                return self._drafted(kind, answers.following(earlier, room))
         if own is not None:
             copy.kind = _OWN + min(own.length, 3) - 1
             room = self._limit(copy.kind, own.length, request.room, min_probability)
             # A repetition shorter than the room repeats itself, as a loop would.
             period = len(output) - own.latest
-            return chain(output[own.latest + np.arange(room) % period])
+            return self._drafted(copy.kind, output[own.latest + np.arange(room) % period])
         if copy.cursor == _LOST:
             return EMPTY_DRAFT
         copy.kind, room = bisect_left(_SOURCE_BOUNDS, copy.num_agreeing), request.room
         if copy.guessing:
             copy.kind, room = _GUESS, min(room, self.options.realign)
         room = self._limit(copy.kind, copy.num_agreeing, room, min_probability)
-        return chain(self._sayable(copy.source[copy.cursor : copy.cursor + room]))
+        copied = self._sayable(copy.source[copy.cursor : copy.cursor + room])
+        return self._drafted(copy.kind, copied)
+
+    def _drafted(self, kind: int, tokens: IntArray) -> Draft:
+        return Draft(tokens, path_probs=self._rates.path_probs(kind, len(tokens)))
 
     def _limit(self, kind: int, num_agreeing: int, room: int, min_probability: float | None) -> int:
         """How much to draft after this many agreeing tokens."""

@@ -4,6 +4,9 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 _MEMORY = 0.99  # how much of the past survives one more draft of the same kind
 _FADE = 0.98  # how much of it survives a step in which a draft of that kind could not pay off
 
@@ -41,6 +44,11 @@ class AcceptanceRates:
             (counts[0] + first * strength) / (counts[1] + strength),
             (counts[2] + further * strength) / (counts[3] + strength),
         )
+
+    def path_probs(self, kind: int, num_tokens: int) -> NDArray[np.float32]:
+        """[num_tokens] probability that each token of a draft of this kind is accepted."""
+        first, further = self.rates(kind)
+        return (first * further ** np.arange(num_tokens)).astype(np.float32)
 
     def longest_draft(self, kind: int, min_probability: float, limit: int) -> int:
         """Longest draft whose last token is still accepted with at least that probability.

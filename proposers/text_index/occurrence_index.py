@@ -16,6 +16,7 @@ from vllm_spec_ext.proposers.base import IntArray
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
+Arrays = tuple[Int32s, int, Int32s, Int64s, Int32s]
 
 NO_POSITION = -1
 
@@ -47,6 +48,14 @@ class OccurrenceIndex:
     def tokens(self) -> IntArray:
         """[len(self)] int32 tokens so far; a view that the next append may invalidate."""
         return self._tokens[: self._size]
+
+    @property
+    def arrays(self) -> Arrays:
+        """For other compiled loops: tokens and their number, previous, keys, heads.
+
+        See occurrence_kernels.py. Valid until the next append.
+        """
+        return self._tokens, self._size, self._previous, self._keys, self._heads
 
     def append(self, tokens: IntArray) -> None:
         """Add tokens at the end.

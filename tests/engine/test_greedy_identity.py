@@ -20,6 +20,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "noise": {"method": "noise", "num_speculative_tokens": 5},
     "input_copy": {"method": "input_copy", "num_speculative_tokens": 16, **ALWAYS_DRAFT},
     "adaptive_ngram_tree": {**NGRAMS, "num_speculative_tokens": 16},
+    "auto": {"method": "auto", "num_speculative_tokens": 24, **ALWAYS_DRAFT},
     "adaptive_ngram_chain": {**NGRAMS, "num_speculative_tokens": 6, "tree": False},
 }
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_spec_ext.engine.verifying.likeliest_tokens import LikeliestTokens
 from vllm_spec_ext.proposers.base import StepOutcome
 from vllm_spec_ext.scorers.walk.tree import Walk
 
@@ -24,6 +25,7 @@ class Step:
     drafts: Sequence[list[int]] = ()  # scheduled draft tokens of each request
     num_scheduled: Sequence[int] = ()  # tokens of each request in the step
     started: float | None = None  # seconds of the clock; None: prefill says nothing of decoding
+    likeliest: LikeliestTokens | None = None  # if the proposer needs them
     walk: Walk | None = None  # of our own verification; None = vLLM's, of chains
     held_generators: dict[int, torch.Generator] = field(default_factory=dict)
 

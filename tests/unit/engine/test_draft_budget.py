@@ -179,6 +179,16 @@ def test_shadow_drafts_are_made_one_after_the_other() -> None:
     assert waiting.max_tokens == 0
 
 
+def test_a_step_without_new_tokens_drafts_nothing() -> None:
+    budget = DraftBudget()
+    for _ in range(10):
+        budget.verified(1, 0, 1, 0.05)
+        budget.allow([8])
+        budget.drafted({"method": 0.001})
+    budget.verified(0, 0, 0, None)  # the first pieces of a long prompt, and nothing beside them
+    assert budget.allow([]).max_tokens == 0
+
+
 def test_what_was_lost_long_ago_is_forgiven() -> None:
     window = LossWindow()
     window.add(-1.0)

@@ -55,6 +55,8 @@ class Allowance:
     """Acceptance probability below which a token costs more than it saves, first by costs that are
     guessed; None = not known."""
     reason: str
+    fixed_cost: float | None = None
+    """Tokens that any draft at all costs, beside that probability for each; None = not known."""
     is_shadow: bool = False
     """Drafts may be made, but not verified; :class:`.shadow_drafts.ShadowDrafts` follows them."""
 
@@ -223,15 +225,17 @@ class DraftBudget:
             self._asked_plain += 1
             return Allowance(0, None, f"measuring plain steps with {num_requests} requests")
         drafting = self._usual_drafting(num_requests, found.plain_s)
-        break_even = self._break_even(found, num_requests, drafting)
+        value = self._token_value(found, num_requests, drafting)
+        break_even = min(1.0, found.per_token * value)
+        fixed = max(0.0, found.extra(1) - found.per_token) * value
         missing = max(0.0, 1.0 - self.balance / (_AMPLE * self._limit))
         probability = break_even + (1.0 - break_even) * _SURE * missing
         interval = min(_SELDOM, max(_OFTEN, int(200 * self._gain)))
         if self._since_plain >= interval:
             self._since_plain = 0
-            return Allowance(0, probability, "a plain step, to compare with")
+            return Allowance(0, probability, "a plain step, to compare with", fixed)
         if not total:
-            return Allowance(None, probability, "no request has room")
+            return Allowance(None, probability, "no request has room", fixed)
         least = self._least(found, num_requests, total, drafting)
         price = _careful(found, least) + drafting
         state = f"balance {self.balance:.2f} plain steps"
@@ -240,13 +244,13 @@ class DraftBudget:
         if can_shadow and (self._num_gains < _FIRST_SHADOWS or price > stake):
             why = "a fresh engine" if self._num_gains < _FIRST_SHADOWS else "drafts lost time"
             # Nothing is at stake: only what is drafted tells the proposer how sure it may be.
-            return Allowance(None, break_even, f"{why}; {state}", is_shadow=True)
+            return Allowance(None, break_even, f"{why}; {state}", fixed, is_shadow=True)
         if price > stake:
             return Allowance(0, probability, f"drafts lost time; {state}, {least} tokens too many")
         if _careful(found, total) + drafting <= stake:
-            return Allowance(None, probability, state)
+            return Allowance(None, probability, state, fixed)
         affordable = max(least, self._affordable(found, total, stake - drafting))
-        return Allowance(affordable, probability, f"no more for a {state}")
+        return Allowance(affordable, probability, f"no more for a {state}", fixed)
 
     def _learn(self, gain: float) -> None:
         # Neither what was earned nor what was lost before outweighs what is seen now for long.
@@ -287,12 +291,14 @@ class DraftBudget:
             return _FIRST_DRAFTING
         return sum(seconds for _, seconds in found.values()) / plain_s
 
-    def _break_even(self, found: CostEstimate, num_requests: int, drafting: float) -> float:
-        """A token accepted with probability p adds p to the yield, and its cost to the time."""
+    def _token_value(self, found: CostEstimate, num_requests: int, drafting: float) -> float:
+        """Tokens that are emitted in the time of a plain step, as drafts are at present.
+
+        A token accepted with probability p adds p to the yield, and its cost to the time.
+        """
         num_drafted = round(self._verified / self._requests * num_requests)
         emitted = self._emitted / self._requests * num_requests
-        seconds = 1.0 + found.extra(num_drafted) + drafting  # in plain steps
-        return min(1.0, found.per_token * emitted / seconds)
+        return emitted / (1.0 + found.extra(num_drafted) + drafting)
 
     @staticmethod
     def _affordable(found: CostEstimate, most: int, balance: float) -> int:

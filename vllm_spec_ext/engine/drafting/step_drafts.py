@@ -64,6 +64,7 @@ class StepDrafts:
         started = self._observe_step(step, new_tokens)
         rows = [row for row, tokens in enumerate(new_tokens) if tokens]
         requests = [self._request_step(row, new_tokens[row], max_draft_tokens) for row in rows]
+        requests = self._with_next_tokens(step, rows, requests)
         known = self._follow_shadows(requests)
         requests, allowance = self._within_budget(requests)
         hidden = None
@@ -71,7 +72,14 @@ class StepDrafts:
             last = step.last_rows(new_tokens)
             hidden = sample_hidden_states[[last[row] for row in rows]]
         plain_seconds = None if self.budget is None else self.budget.plain_seconds(len(requests))
-        context = StepContext(requests, hidden, allowance.min_probability, plain_seconds)
+        context = StepContext(
+            requests,
+            hidden,
+            allowance.min_probability,
+            plain_seconds,
+            allowance.fixed_cost,
+            allowance.max_tokens if runner.drafter.needs.shares_nodes else None,
+        )
         self._log_outcomes(step, rows, new_tokens)
         models, views = runner.drafter.models, runner.drafter.views
         if models or views:
@@ -86,6 +94,10 @@ class StepDrafts:
         if allowance.is_shadow:
             self._shadows.keep(requests, made)
             made = [EMPTY_DRAFT] * len(made)
+        sizes = list(map(len, made))
+        if allowance.max_tokens is not None and sum(sizes) > allowance.max_tokens:
+            rooms = shares(allowance.max_tokens, sizes)
+            requests = [replace(one, room=room) for one, room in zip(requests, rooms, strict=True)]
         drafts, probs = self._schedule(requests, made)
         if self.budget is not None:
             taken = time.perf_counter() - started - prompt_seconds
@@ -148,11 +160,35 @@ class StepDrafts:
             return few, allowance
         if allowance.max_tokens is None or not requests:
             return requests, allowance
+        if allowance.max_tokens and self._runner.drafter.needs.shares_nodes:
+            self._runner.drafter.count_held_back(len(requests))
+            return requests, allowance
         self._num_held_back += 1  # the remainder goes to another request each time
         given = shares(allowance.max_tokens, rooms, self._num_held_back % len(requests))
         self._runner.drafter.count_held_back(sum(map(int.__lt__, given, rooms)))
         held = [replace(request, room=room) for request, room in zip(requests, given, strict=True)]
         return held, allowance
+
+    def _with_next_tokens(
+        self, step: Step, rows: Sequence[int], requests: list[RequestStep]
+    ) -> list[RequestStep]:
+        """Add what the target foresees at the rows of the step, where the proposer needs it."""
+        if step.likeliest is None:
+            return requests
+        batch, count = self._runner.input_batch, len(step.request_ids)
+        histories = [(-1, -1)] * count
+        for row, request in zip(rows, requests, strict=True):
+            before = request.token_ids[: len(request.token_ids) - len(request.new_tokens)][-2:]
+            histories[row] = (-1, -1, *before.tolist())[-2:]
+        parents = [
+            self._runner.state_of(name).parents_of(draft) if draft else None
+            for name, draft in zip(batch.req_ids, step.drafts, strict=True)
+        ]
+        found = step.likeliest.of_requests(histories, step.drafts, parents)
+        return [
+            replace(request, next_tokens=found[row])
+            for row, request in zip(rows, requests, strict=True)
+        ]
 
     def _request_step(self, row: int, new_tokens: list[int], max_draft_tokens: int) -> RequestStep:
         runner = self._runner

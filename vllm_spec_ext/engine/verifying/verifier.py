@@ -19,6 +19,7 @@ from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.verifying.distribution_sampler import DistributionSampler
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
 from vllm_spec_ext.engine.verifying.drawn_drafts import DraftDistributions
+from vllm_spec_ext.engine.verifying.likeliest_tokens import LikeliestTokens
 from vllm_spec_ext.engine.verifying.node_sampling import verify
 from vllm_spec_ext.engine.verifying.relaxed_rule import RelaxedRule
 from vllm_spec_ext.engine.verifying.thinking_budgets import ThinkingBudgets
@@ -70,6 +71,9 @@ class Verifier:
         """
         runner = self._runner
         metadata = runner.input_batch.sampling_metadata
+        num_likeliest = runner.drafter.needs.next_tokens
+        if num_likeliest and logits is not None and runner.drafter.ranks.leads:
+            step.likeliest = LikeliestTokens.of(logits, num_likeliest)  # before it is modified
         states = [runner.state_of(request_id) for request_id in step.request_ids]
         greedy = self._greedy_requests()
         has_eta = any(state.eta is not None for state in states)

@@ -54,6 +54,11 @@ class AnswerMemory:
         self._answers.append(entry)
         self._append(*entry)
 
+    @property
+    def index(self) -> OccurrenceIndex:
+        """Of all answers, each behind its separator; as they are compared."""
+        return self._index
+
     def longest(self, folded: IntArray, max_ngram: int) -> Match:
         """Where the end of a request's output stood in an earlier answer.
 

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All sources of drafts in one tree: copies, repetitions, answers, recycled rows, a drafter.
+
+Each source is best on other text. Here every node of the tree asks all of them for its next tokens;
+what speaks for a token becomes a probability (:mod:`..candidates.calibration`), and the nodes with
+the largest path probabilities are drafted, over all requests of the step, as far as they pay
+(:mod:`..candidates.node_choice`). A trained drafter is asked only where it adds more than it costs.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from vllm_spec_ext.options import MethodOptions, RequestOptions
+from vllm_spec_ext.proposers.auto.drafter_payoff import DrafterPayoff
+from vllm_spec_ext.proposers.auto.options import AutoOptions
+from vllm_spec_ext.proposers.base import (
+    BaseProposer,
+    Draft,
+    EngineHandle,
+    ModelSpec,
+    Needs,
+    RequestFacts,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+    TargetFacts,
+    ViewSpec,
+    proposer,
+)
+from vllm_spec_ext.proposers.candidates.evidence import NAMES, given_classes
+from vllm_spec_ext.proposers.candidates.lookup import NOTHING_GIVEN, Candidates, Given, Lookup
+from vllm_spec_ext.proposers.candidates.node_choice import expected_gain
+from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT
+from vllm_spec_ext.proposers.draft_tree import parents_of
+from vllm_spec_ext.proposers.inner_method import asked_of
+from vllm_spec_ext.proposers.input_copy import InputCopy
+from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions, InputCopyRequest
+from vllm_spec_ext.proposers.payoff.forward_payoff import StepPrices, TokenSeconds
+
+if TYPE_CHECKING:
+    from vllm_spec_ext.proposers.candidates.tree_drafts import TreeDrafts
+
+
+@proposer(
+    "auto",
+    summary="Every source of drafts in one tree: copies, repetitions, recycled rows, a drafter.",
+    options=AutoOptions,
+    request_options=InputCopyRequest,
+    num_speculative_tokens=32,
+    tree=True,
+    best_for="everything, if you do not want to choose; with a drafter where you have one",
+    cost="tenths of a millisecond a step, and the drafter's pass where it pays",
+)
+class Auto(BaseProposer):
+    """See the module docstring."""
+
+    _lookup: Lookup
+    _drafts: "TreeDrafts"
+
+    def __init__(self, options: MethodOptions) -> None:
+        """Keep the options; a drafter's model comes with :meth:`start`."""
+        super().__init__(options)
+        self._options = cast(AutoOptions, options)
+        self._copy: InputCopy | None = None
+        if self._options.copy_input:
+            # What it finds elsewhere than in the source is looked up here, too.
+            self._copy = InputCopy(InputCopyOptions(also_output=False, earlier_answers=0))
+        self._drafter: BaseProposer | None = None
+        asked = self._options.drafter
+        if asked is not None:
+            self._drafter = asked.proposer()(asked.parsed())
+        self.needs = Needs(
+            hidden_states=self._drafter is not None and self._drafter.needs.hidden_states,
+            next_tokens=NUM_KEPT if self._options.recycled_contexts else 0,
+            shares_nodes=True,
+        )
+        self._payoff = DrafterPayoff()
+        self._value = TokenSeconds()
+
+    @classmethod
+    def check(cls, options: MethodOptions, target: TargetFacts) -> None:
+        """What the drafter checks; raises SpecExtError."""
+        asked = cast(AutoOptions, options).drafter
+        if asked is not None:
+            asked.proposer().check(asked.parsed(), replace(target, is_level=True))
+
+    @classmethod
+    def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:
+        """The drafter's."""
+        asked = cast(AutoOptions, options).drafter
+        return () if asked is None else asked.proposer().models(asked.parsed())
+
+    @classmethod
+    def views(cls, options: MethodOptions) -> Sequence[ViewSpec]:
+        """The drafter's."""
+        asked = cast(AutoOptions, options).drafter
+        return () if asked is None else asked.proposer().views(asked.parsed())
+
+    @staticmethod
+    def resolve_request(options: RequestOptions, facts: RequestFacts) -> InputCopyRequest:
+        """As of ``input_copy``; raises RequestOptionError."""
+        return InputCopy.resolve_request(options, facts)
+
+    def start(self, engine: EngineHandle) -> None:
+        """Start the sources, and compile the search."""
+        from vllm_spec_ext.proposers.candidates.tree_drafts import TreeDrafts
+
+        options = self._options
+        self._lookup = Lookup(
+            engine.vocab_size,
+            own_text=options.own_text,
+            earlier_answers=options.earlier_answers,
+            recycled_contexts=options.recycled_contexts,
+            max_cache_salts=options.max_cache_salts,
+            max_ngram=options.max_ngram,
+        )
+        if self._copy is not None:
+            self._copy.start(engine)
+        drafter = ""
+        if self._drafter is not None:
+            self._drafter.start(replace(engine, is_level=True))
+            drafter = self._drafter.info.name
+        self._drafts = TreeDrafts((*NAMES, drafter), options.adaptive_length)
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        """A tree for each request, as far as its nodes pay."""
+        prices = self._value.begin(step)
+        for request in step.requests:
+            if request.options.enabled:
+                self._lookup.follow(request, cast(InputCopyRequest, request.options).remember)
+        copies: Sequence[Draft | None] = [None] * len(step.requests)
+        if self._copy is not None:
+            # No prices: how much of it is drafted is decided here.
+            copies = self._copy.propose(StepContext(step.requests))
+        least = self._drafts.least(step)
+        trees = self._grow(step.requests, copies, [None] * len(copies), least)
+        rows = [row for row, tree in enumerate(trees) if tree is not None]
+        if self._drafter is not None and rows:
+            self._ask_drafter(step, prices, copies, trees, rows)
+        return self._drafts.make(step, trees)
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Learn how much the sources are worth."""
+        self._drafts.observe(outcomes)
+        self._value.verified(sum(outcome.num_drafted for outcome in outcomes))
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """Forget the requests, and keep their answers for later ones."""
+        for request_id in request_ids:
+            self._lookup.finish(request_id)
+            self._drafts.calibration.forget(request_id)
+        for source in (self._copy, self._drafter):
+            if source is not None:
+                source.finish(request_ids)
+
+    def close(self) -> None:
+        """Let the drafter save what it keeps."""
+        if self._drafter is not None:
+            self._drafter.close()
+
+    def _grow(
+        self,
+        requests: Sequence[RequestStep],
+        copies: Sequence[Draft | None],
+        drafted: Sequence[Draft | None],
+        least: float,
+    ) -> list[Candidates | None]:
+        """The best tree of each request; None where there is no room."""
+        weights = self._drafts.calibration.weights
+        return [
+            self._lookup.grow(request, weights, least, _given(copy, draft))
+            if request.room > 0 and request.options.enabled
+            else None
+            for request, copy, draft in zip(requests, copies, drafted, strict=True)
+        ]
+
+    def _ask_drafter(
+        self,
+        step: StepContext,
+        prices: StepPrices,
+        copies: Sequence[Draft | None],
+        trees: list[Candidates | None],
+        rows: Sequence[int],
+    ) -> None:
+        """Grow the trees again with the drafter's candidates, if it is likely to pay."""
+        assert self._drafter is not None
+        least = self._drafts.least(step)
+        before = [_worth(trees[row], least) for row in rows]
+        adaptive = self.options.adaptive_length
+        if adaptive and not self._payoff.pays(before, prices):
+            return
+        started = time.perf_counter()
+        info = self._drafter.info
+        asked = [
+            replace(asked_of(info, request), room=request.room if row in rows else 0)
+            for row, request in enumerate(step.requests)
+        ]
+        drafted = self._drafter.propose(StepContext(asked, step.hidden_states))
+        seconds = time.perf_counter() - started
+        trees[:] = self._grow(step.requests, copies, drafted, least)
+        after = [_worth(trees[row], least) for row in rows]
+        self._payoff.asked(before, after, seconds)
+        self._value.spend(seconds)
+
+
+def _worth(tree: Candidates | None, least: float) -> float:
+    return 0.0 if tree is None else expected_gain(tree.paths, least)
+
+
+def _given(copy: Draft | None, draft: Draft | None) -> Given:
+    """Two drafts as candidates; a draft that says nothing of its nodes counts as sure of them."""
+    tokens, parents, classes = [], [], []
+    for one in (copy, draft):
+        if one is None or not len(one):
+            continue
+        up = parents_of(one)
+        probs = one.path_probs
+        tokens.append(one.tokens)
+        parents.append(np.array(up, np.int32))
+        classes.append(given_classes(up, np.ones(len(one), np.float32) if probs is None else probs))
+    second = 0 if copy is None else len(copy)
+    if not tokens:
+        return NOTHING_GIVEN
+    return Given(
+        np.concatenate(tokens).astype(np.int32),
+        np.concatenate(parents),
+        np.concatenate(classes),
+        second,
+    )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether asking the trained drafter pays in a step, beside what the other sources have."""
+
+from collections.abc import Sequence
+
+from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, StepPrices
+
+_MEMORY = 0.97  # of what a drafter added, and of what it took, for one more time
+_FIRST_GAIN = 0.6  # tokens that it is taken to add before anything is known
+_CLASSES = 8  # of what the others have, half a token each
+
+
+class DrafterPayoff:
+    """Learns what a drafter adds to a request's tree, by how much the tree is worth without it."""
+
+    def __init__(self) -> None:
+        """Try it until it is known what it adds."""
+        self._gains = [_FIRST_GAIN] * _CLASSES
+        self._seconds: dict[int, float] = {}  # by size class of the batch
+        self._retries = Retries()
+
+    def pays(self, gains: Sequence[float], prices: StepPrices) -> bool:
+        """Whether to ask it in this step.
+
+        Args:
+            gains: Of each request that it would draft for, tokens that its tree earns without it.
+            prices: Of the step.
+        """
+        seconds = self._seconds.get(len(gains).bit_length())
+        cost = prices.in_tokens(seconds)
+        added = sum(self._gains[self._class(gain)] for gain in gains)
+        if cost is None or added > cost:
+            self._retries.pays()
+            return True
+        return self._retries.due()
+
+    def asked(self, before: Sequence[float], after: Sequence[float], seconds: float) -> None:
+        """Learn from a step in which it was asked.
+
+        Args:
+            before: As `gains` of :meth:`pays`.
+            after: The same with its draft in the tree.
+            seconds: What it took.
+        """
+        size = len(before).bit_length()
+        usual = self._seconds.get(size, seconds)
+        # A pause, of compilation or another program, is no price.
+        self._seconds[size] = _MEMORY * usual + (1.0 - _MEMORY) * min(seconds, 4.0 * usual)
+        for old, new in zip(before, after, strict=True):
+            place = self._class(old)
+            self._gains[place] += (1.0 - _MEMORY) * (new - old - self._gains[place])
+
+    @staticmethod
+    def _class(gain: float) -> int:
+        return min(_CLASSES - 1, int(2.0 * gain))

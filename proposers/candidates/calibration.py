@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much each source's word is worth, learned from what becomes of drafts.
+
+The probability that a candidate is accepted behind an accepted parent is modelled as a logistic sum
+over the sources: each adds the log-odds of its class of evidence (:mod:`.evidence`), none if it has
+nothing to say. So two sources that agree count for more than one, by as much as they turn out to
+deserve, and what each is worth alone can be read off.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_spec_ext.proposers.base import IntArray
+from vllm_spec_ext.proposers.candidates import evidence
+from vllm_spec_ext.proposers.candidates.priors import first_log_odds
+
+_RATE = 0.25  # of learning; AdaGrad
+_FIRST_SQUARES = 2.0  # what the priors count as
+_MEMORY = 0.999  # of the sums of squares: so rates go on to follow the text
+
+Evidence = NDArray[np.int16]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A draft that waits for its outcome."""
+
+    parents: IntArray
+    evidence: Evidence
+
+
+class Calibration:
+    """Of one engine, over all requests."""
+
+    def __init__(self) -> None:
+        """Start with what is usual."""
+        from vllm_spec_ext.proposers.candidates import kernels
+
+        self._kernels = kernels
+        self.weights = first_log_odds()  # [sources, classes] float64
+        self._squares = np.full_like(self.weights, _FIRST_SQUARES)
+        self._pending: dict[str, _Pending] = {}
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile now: a draft of no verified node teaches nothing."""
+        self.drafted("", np.zeros(0, np.int32), np.zeros((0, evidence.NUM_SOURCES), np.int16))
+        self.verified("", 0, ())
+
+    def drafted(self, request_id: str, parents: IntArray, evidence: Evidence) -> None:
+        """Remember what spoke for the nodes of a draft.
+
+        Args:
+            request_id: Whose draft.
+            parents: [n], -1 = the root.
+            evidence: [n, sources] classes.
+        """
+        self._pending[request_id] = _Pending(parents, evidence)
+
+    def verified(self, request_id: str, num_drafted: int, accepted: Sequence[int]) -> None:
+        """Learn from a draft.
+
+        Args:
+            request_id: Whose draft.
+            num_drafted: Nodes that were verified, the first ones of the draft.
+            accepted: Those that were accepted.
+        """
+        draft = self._pending.pop(request_id, None)
+        if draft is None:
+            return
+        is_accepted = np.zeros(len(draft.parents), np.bool_)
+        is_accepted[list(accepted)] = True
+        self._kernels.learn(
+            self.weights,
+            self._squares,
+            draft.parents,
+            draft.evidence,
+            min(num_drafted, len(draft.parents)),
+            is_accepted,
+            _RATE,
+            _MEMORY,
+        )
+
+    def forget(self, request_id: str) -> None:
+        """A request is gone, and with it the outcome of its last draft."""
+        self._pending.pop(request_id, None)
+
+    def alone(self, source: int) -> NDArray[np.float64]:
+        """[classes] probability of a token of which only one source says anything."""
+        found: NDArray[np.float64] = 1.0 / (1.0 + np.exp(-self.weights[source]))
+        return found
+
+
+def credited(row: NDArray[np.int16], names: Sequence[str]) -> tuple[str, ...]:
+    """Names of the sources that named a node.
+
+    Args:
+        row: [sources] classes.
+        names: Of the sources.
+    """
+    return tuple(
+        name for name, place in zip(names, row.tolist(), strict=True) if 0 < place < evidence.OTHERS
+    )

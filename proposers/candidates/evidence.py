@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What speaks for a candidate: a class of strength for each source that names it.
+
+Sources are looked up node by node (the text's own past, earlier answers, recycled rows) or bring a
+small tree of their own (a copy of the input, a trained drafter). Class 0 is "this source has
+nothing to say here", :data:`OTHERS` is "it names other tokens". The arithmetic of classes is in
+:mod:`.kernels`, compiled with the search.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+OWN, ANSWERS, RECYCLED, COPY, DRAFTER = range(5)
+NUM_SOURCES = 5
+NAMES = ("own text", "earlier answers", "recycled", "copy")
+"""Of the sources in that order; the last one is called what its method is called."""
+
+NUM_CLASSES = 64
+OTHERS = NUM_CLASSES - 1
+
+LENGTHS = (1, 2, 3, 4, 6, 9)
+"""Tokens of a match: up to the first bound, up to the second, …, more."""
+NUM_SHARES = 7
+"""How often the token followed: once in one place; nearly always, in few or many places; at least
+0.6, 0.3 or 0.1 of the places; less."""
+
+PROBS = (0.01, 0.03, 0.07, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)
+"""Bounds of what a model, or a method, gives a token."""
+NUM_PROBS = len(PROBS) + 1
+
+
+def matched_class(length: int, share: int) -> int:
+    """Class of a token that followed a match.
+
+    Args:
+        length: Which of :data:`LENGTHS`.
+        share: Which of :data:`NUM_SHARES`.
+    """
+    return 1 + length * NUM_SHARES + share
+
+
+def given_class(probability: float, deep: bool) -> int:
+    """Class of a token that a source gives a probability.
+
+    Args:
+        probability: Behind its parent.
+        deep: Recycled: under one token instead of two. Others: not the first of its draft.
+    """
+    return 1 + deep * NUM_PROBS + int(np.searchsorted(PROBS, probability, side="right"))
+
+
+def given_classes(parents: Sequence[int], path_probs: NDArray[np.float32]) -> NDArray[np.int16]:
+    """[n] class of each node of a draft that says how probable its paths are."""
+    classes = np.empty(len(parents), np.int16)
+    for node, parent in enumerate(parents):
+        above = float(path_probs[parent]) if parent >= 0 else 1.0
+        conditional = float(path_probs[node]) / above if above > 0.0 else 0.0
+        classes[node] = given_class(conditional, parent >= 0)
+    return classes
+
+
+def describe(source: int, evidence: int) -> str:
+    """A class in words."""
+    if evidence == OTHERS:
+        return "names others"
+    if source in (OWN, ANSWERS):
+        length, share = divmod(evidence - 1, NUM_SHARES)
+        bounds = (0, *LENGTHS)
+        agree = f"{bounds[length] + 1}+" if length == len(LENGTHS) else f"{LENGTHS[length]}"
+        shares = ("once", ">0.9", ">0.9, often", ">0.6", ">0.3", ">0.1", "<0.1")
+        return f"{agree} tokens agree, {shares[share]}"
+    deep, place = divmod(evidence - 1, NUM_PROBS)
+    least = (0.0, *PROBS)[place]
+    where = ("2 tokens", "1 token") if source == RECYCLED else ("first", "further")
+    return f"{where[deep]}, {least:g}+"

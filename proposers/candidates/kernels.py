@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled loops of candidates: the search for the best tree, and what is learned from its outcome.
+
+A module of its own because importing numba is slow, and because vLLM 0.32's CPU worker cannot
+start in a process that has imported it (see text_index/occurrence_kernels.py).
+"""
+
+import numpy as np
+
+from vllm_spec_ext.compiled import kernel
+from vllm_spec_ext.proposers.candidates.evidence import (
+    COPY,
+    LENGTHS,
+    NUM_PROBS,
+    NUM_SHARES,
+    NUM_SOURCES,
+    OTHERS,
+    OWN,
+    PROBS,
+    RECYCLED,
+)
+from vllm_spec_ext.proposers.text_index.occurrence_kernels import NO_POSITION, _slot
+
+WAYS = 4  # slots in which an entry of the table of recycled rows may stand
+NO_CONTEXT = -1  # in place of the token before the last: an entry of one token of context
+_MOST_PLACES = 32  # of a match, the latest ones
+_MOST_VISITED = 256  # places that are compared for a match
+_MOST_CANDIDATES = 96  # of one node
+_MOST_WAITING = 4096
+_NOWHERE = -2  # a node that a draft does not have
+_BOUNDS = np.array(PROBS)
+_LENGTHS = np.array(LENGTHS)
+
+
+@kernel
+def context_key(group, before, last):  # type: ignore[no-untyped-def]
+    """What a context is known by: 64 bits of its group and its two tokens, never 0."""
+    mixed = np.uint64(group + 1) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= np.uint64(before + 2) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed ^= mixed >> np.uint64(29)
+    mixed += np.uint64(last + 1) * np.uint64(0x165667B19E3779F9)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= np.uint64(0xD6E8FEB86659FD93)
+    mixed ^= mixed >> np.uint64(32)
+    return np.int64(mixed | np.uint64(1))
+
+
+@kernel
+def find_context(keys, key):  # type: ignore[no-untyped-def]
+    """Slot of a context, -1 = not known. keys: [power of two] int64."""
+    first = (np.uint64(key) >> np.uint64(8)) & np.uint64(keys.size // WAYS - 1)
+    for way in range(WAYS):
+        slot = np.int64(first) * WAYS + way
+        if keys[slot] == key:
+            return slot
+    return -1
+
+
+@kernel
+def keep_rows(  # type: ignore[no-untyped-def]
+    keys, stamps, kept_tokens, kept_probs, group, contexts, tokens, probs, now
+):
+    """Keep what the target foresaw under each row's last two tokens, and under its last one.
+
+    A context that is new takes the place of the one of its slots that is oldest.
+    """
+    for row in range(len(contexts)):
+        for order in range(2):
+            before = contexts[row, 0] if order == 0 else NO_CONTEXT
+            key = context_key(group, before, contexts[row, 1])
+            slot = find_context(keys, key)
+            if slot < 0:
+                first = (np.uint64(key) >> np.uint64(8)) & np.uint64(keys.size // WAYS - 1)
+                slot = np.int64(first) * WAYS
+                for way in range(1, WAYS):
+                    if stamps[np.int64(first) * WAYS + way] < stamps[slot]:
+                        slot = np.int64(first) * WAYS + way
+                keys[slot] = key
+            stamps[slot] = now + row
+            kept_tokens[slot] = tokens[row]
+            kept_probs[slot] = probs[row]
+
+
+@kernel
+def _places(suffix, size, index, own, found):  # type: ignore[no-untyped-def]
+    """Positions behind the latest places where the longest suffix occurred; (count, length).
+
+    Args:
+        suffix: [>= size] int32, of which the first `size` are the end of the text.
+        index: As of OccurrenceIndex: tokens, number of them, previous, keys, heads.
+        own: The suffix is the end of the index itself, which does not count.
+        found: [most] int32, written.
+    """
+    tokens, num_tokens, previous, keys, heads = index
+    end = num_tokens - 1 if own else num_tokens
+    count, length = 0, 0
+    if size == 0 or num_tokens == 0:
+        return count, length
+    last = np.int64(suffix[size - 1])
+    for order in range(1, -1, -1):
+        key = last
+        if order == 1:
+            if size < 2:
+                continue
+            key |= np.int64(suffix[size - 2] + 1) << 32
+        slot = _slot(keys[order], key)
+        if keys[order, slot] != key:
+            continue
+        i = heads[order, slot]
+        visited = 0
+        while i != NO_POSITION and visited < _MOST_VISITED:
+            if i < end:
+                visited += 1
+                agree = order + 1
+                while agree < size and i >= agree and tokens[i - agree] == suffix[size - 1 - agree]:
+                    agree += 1
+                if agree > length:
+                    count, length = 0, agree
+                if agree == length and count < len(found):
+                    found[count] = i + 1
+                    count += 1
+            i = previous[order, i]
+        if length:
+            break
+    return count, length
+
+
+@kernel
+def _matched_class(length, count, total):  # type: ignore[no-untyped-def]
+    share = count / total
+    if total == 1:
+        place = 0
+    elif share > 0.9:
+        place = 1 if total < 4 else 2
+    elif share > 0.6:
+        place = 3
+    elif share > 0.3:
+        place = 4
+    elif share > 0.1:
+        place = 5
+    else:
+        place = 6
+    return 1 + np.searchsorted(_LENGTHS, length) * NUM_SHARES + place
+
+
+@kernel
+def _add(candidates, classes, count, token, source, evidence):  # type: ignore[no-untyped-def]
+    """Note that a source names a token; returns the number of candidates."""
+    for i in range(count):
+        if candidates[i] == token:
+            classes[i, source] = evidence
+            return count
+    if count == len(candidates):
+        return count
+    candidates[count] = token
+    classes[count, :] = 0
+    classes[count, source] = evidence
+    return count + 1
+
+
+@kernel
+def _find_places(  # type: ignore[no-untyped-def]
+    text, end, index, which, token, depth, max_ngram, above, here
+):
+    """Where the text that ends with a node stood before: what followed the parent's places, first.
+
+    Where the parent agreed in n tokens the node agrees in n + 1, and nowhere in more; so it is
+    looked up anew only if it stands in none of them.
+
+    Args:
+        text: Of which the first `end` tokens end with the node.
+        index: As of :func:`_places`.
+        which: OWN or ANSWERS.
+        token: The node's; -1 = it is the root.
+        depth: Of the node, 0 = the root.
+        max_ngram: Longest suffix that is looked up.
+        above: Places, their number and agreeing tokens, of the parent.
+        here: The same of the node, written.
+    """
+    places, num_places, agreeing = here
+    if token >= 0:
+        for i in range(above[1][which]):
+            at = above[0][which, i]
+            if _said(text, end - depth, index, which, at, depth - 1) == token:
+                places[which, num_places[which]] = at + 1
+                num_places[which] += 1
+        agreeing[which] = above[2][which] + 1
+    if num_places[which] == 0:
+        start = max(0, end - max_ngram)
+        is_end = which == OWN and token < 0
+        num_places[which], agreeing[which] = _places(
+            text[start:end], end - start, index, is_end, places[which]
+        )
+
+
+@kernel
+def _said(text, size, index, which, at, depth):  # type: ignore[no-untyped-def]
+    """Token at a position of an index; behind the end of the own text its path goes on.
+
+    So a repetition repeats itself. -1 = there is nothing yet.
+    """
+    if at < index[1]:
+        return index[0][at]
+    if which == OWN and at - index[1] < depth:
+        return text[size + at - index[1]]
+    return np.int32(-1)
+
+
+@kernel
+def _name_matched(  # type: ignore[no-untyped-def]
+    text, size, index, which, depth, vocab_size, here, candidates, classes, count
+):
+    """Name what followed at the places of a node; returns the number of candidates."""
+    places, num_places, agreeing = here
+    total = 0
+    for i in range(num_places[which]):
+        said = _said(text, size, index, which, places[which, i], depth)
+        if said < 0 or said >= vocab_size:
+            continue
+        total += 1
+        known = 0
+        while known < count and candidates[known] != said:
+            known += 1
+        if known == count:
+            count = _add(candidates, classes, count, said, which, 0)
+        if known < count:
+            classes[known, which] += 1  # a count, until all places were seen
+    for i in range(count):
+        if classes[i, which] > 0:
+            classes[i, which] = _matched_class(agreeing[which], classes[i, which], total)
+    return count
+
+
+@kernel
+def _name_recycled(text, end, table, group, candidates, classes, count):  # type: ignore[no-untyped-def]
+    """Name what the target foresaw behind these tokens; returns the number of candidates."""
+    keys, kept_tokens, kept_probs = table
+    slot, order = -1, 0
+    if end >= 2:
+        slot = find_context(keys, context_key(group, text[end - 2], text[end - 1]))
+    if slot < 0:
+        slot = find_context(keys, context_key(group, NO_CONTEXT, text[end - 1]))
+        order = 1
+    if slot >= 0:
+        for i in range(kept_tokens.shape[1]):
+            strength = np.searchsorted(_BOUNDS, kept_probs[slot, i], side="right")
+            strength += 1 + order * NUM_PROBS
+            count = _add(candidates, classes, count, kept_tokens[slot, i], RECYCLED, strength)
+    return count
+
+
+@kernel
+def _name_given(given, which, pointer, candidates, classes, count):  # type: ignore[no-untyped-def]
+    """Name the children of a node in one of the drafts; returns the number of candidates."""
+    tokens, parents, given_classes, second = given
+    start, stop = (0, second) if which == 0 else (second, len(tokens))
+    for i in range(start, stop):
+        if parents[i] == pointer:
+            count = _add(candidates, classes, count, tokens[i], COPY + which, given_classes[i])
+    return count
+
+
+@kernel
+def _find_given(given, which, pointer, token):  # type: ignore[no-untyped-def]
+    """Place of a child in one of the drafts; _NOWHERE if it has none."""
+    tokens, parents, _, second = given
+    start, stop = (0, second) if which == 0 else (second, len(tokens))
+    for i in range(start, stop):
+        if parents[i] == pointer and tokens[i] == token:
+            return i - start
+    return _NOWHERE
+
+
+@kernel
+def _probabilities(classes, count, weights, odds):  # type: ignore[no-untyped-def]
+    """Write the probability of each candidate; together at most 1, as one token follows."""
+    together = 0.0
+    for source in range(NUM_SOURCES):
+        spoke = False
+        for i in range(count):
+            spoke = spoke or classes[i, source] > 0
+        for i in range(count):  # a source that names other tokens speaks against this one
+            if spoke and classes[i, source] == 0:
+                classes[i, source] = OTHERS
+    for i in range(count):
+        log_odds = 0.0
+        for source in range(NUM_SOURCES):
+            log_odds += weights[source, classes[i, source]]
+        odds[i] = 1.0 / (1.0 + np.exp(-log_odds))
+        together += odds[i]
+    if together > 1.0:
+        odds[:count] /= together
+
+
+@kernel
+def _write_path(text, end, tokens, parents, node):  # type: ignore[no-untyped-def]
+    """Write the path to a node behind the text, so that it ends at `end`."""
+    while node >= 0:
+        end -= 1
+        text[end] = tokens[node]
+        node = parents[node]
+
+
+@kernel
+def grow(  # type: ignore[no-untyped-def]
+    text, size, own, answers, table, group, given, weights, vocab_size, max_ngram, room, least
+):
+    """The nodes with the largest path probabilities, best first; they are a tree.
+
+    Args:
+        text: [size + room] int32, of which the first `size` are the end of the text; the rest is
+            written.
+        size: Above 0.
+        own: Index of the request's tokens, as of :func:`_places`; empty = it is not asked.
+        answers: Index of earlier answers; the same.
+        table: Keys, tokens and probabilities of recycled rows.
+        group: Whose rows may be seen; below 0 = none.
+        given: Tokens, parents and classes of the drafts that sources bring, and where the second
+            one begins.
+        weights: [sources, classes] log-odds that each adds; 0 in class 0.
+        vocab_size: Larger numbers are no tokens.
+        max_ngram: Longest suffix that is looked up.
+        room: Most nodes.
+        least: Least path probability.
+
+    Returns:
+        Parents, tokens, path probabilities, and [n, sources] classes.
+    """
+    parents, tokens = np.empty(room, np.int32), np.empty(room, np.int32)
+    paths, depths = np.empty(room, np.float32), np.empty(room, np.int32)
+    evidence = np.zeros((room, NUM_SOURCES), np.int16)
+    # Of each node, the root last: where its text stood before, and its place in the two drafts.
+    places = np.empty((room + 1, 2, _MOST_PLACES), np.int32)
+    num_places = np.zeros((room + 1, 2), np.int32)
+    agreeing = np.zeros((room + 1, 2), np.int32)
+    pointers = np.full((room + 1, 2), _NOWHERE, np.int32)
+    pointers[room] = -1
+    candidates = np.empty(_MOST_CANDIDATES, np.int32)
+    classes = np.empty((_MOST_CANDIDATES, NUM_SOURCES), np.int16)
+    odds = np.empty(_MOST_CANDIDATES, np.float64)
+    # Candidates of all nodes that wait for their turn.
+    waiting = np.empty(_MOST_WAITING, np.float32)
+    waiting_nodes = np.empty((_MOST_WAITING, 2), np.int32)  # parent, token
+    waiting_classes = np.empty((_MOST_WAITING, NUM_SOURCES), np.int16)
+    num_waiting, num_nodes, node = 0, 0, -1
+    while True:
+        depth, token, parent = 0, -1, -1
+        if node >= 0:
+            depth, token, parent = depths[node], tokens[node], parents[node]
+        end, count = size + depth, 0
+        _write_path(text, end, tokens, parents, node)
+        state, before = node if node >= 0 else room, parent if parent >= 0 else room
+        above = places[before], num_places[before], agreeing[before]
+        here = places[state], num_places[state], agreeing[state]
+        for which in range(2):
+            index = own if which == OWN else answers
+            if index[1] > 0:
+                _find_places(text, end, index, which, token, depth, max_ngram, above, here)
+                count = _name_matched(
+                    text, size, index, which, depth, vocab_size, here, candidates, classes, count
+                )
+        if group >= 0:
+            count = _name_recycled(text, end, table, group, candidates, classes, count)
+        for which in range(2):
+            pointer = pointers[state, which]
+            count = _name_given(given, which, pointer, candidates, classes, count)
+        _probabilities(classes, count, weights, odds)
+        odds[:count] *= paths[node] if node >= 0 else 1.0
+        for i in range(count):
+            if odds[i] >= least and num_waiting < _MOST_WAITING:
+                waiting[num_waiting], waiting_classes[num_waiting] = odds[i], classes[i]
+                waiting_nodes[num_waiting, 0], waiting_nodes[num_waiting, 1] = node, candidates[i]
+                num_waiting += 1
+        if num_nodes == room or num_waiting == 0:
+            break
+        # The best of all that wait is the next node.
+        node, best = num_nodes, np.argmax(waiting[:num_waiting])
+        parents[node], tokens[node] = waiting_nodes[best]
+        paths[node], evidence[node] = waiting[best], waiting_classes[best]
+        depths[node] = 1 if parents[node] < 0 else depths[parents[node]] + 1
+        num_nodes, num_waiting = num_nodes + 1, num_waiting - 1
+        waiting[best], waiting_nodes[best] = waiting[num_waiting], waiting_nodes[num_waiting]
+        waiting_classes[best] = waiting_classes[num_waiting]
+        for which in range(2):
+            pointer = pointers[parents[node] if parents[node] >= 0 else room, which]
+            pointers[node, which] = _find_given(given, which, pointer, tokens[node])
+    return parents[:num_nodes], tokens[:num_nodes], paths[:num_nodes], evidence[:num_nodes]
+
+
+@kernel
+def learn(  # type: ignore[no-untyped-def]
+    weights, squares, parents, evidence, num_drafted, accepted, rate, memory
+):
+    """Move the log-odds towards what the target made of a draft (AdaGrad on the logistic loss).
+
+    A node tells something if its parent was accepted: one of these siblings may be right.
+
+    Args:
+        weights, squares: [sources, classes] log-odds, and sums of squared gradients.
+        parents: [n] of the draft.
+        evidence: [n, sources] classes.
+        num_drafted: Nodes that were verified, the first ones.
+        accepted: [n] whether each node was.
+        rate: Of learning.
+        memory: What remains of the sums for one more node.
+    """
+    for node in range(num_drafted):
+        parent = parents[node]
+        if parent >= 0 and not accepted[parent]:
+            continue
+        log_odds = 0.0
+        for source in range(NUM_SOURCES):
+            log_odds += weights[source, evidence[node, source]]
+        error = 1.0 / (1.0 + np.exp(-log_odds)) - (1.0 if accepted[node] else 0.0)
+        for source in range(NUM_SOURCES):
+            place = evidence[node, source]
+            if place == 0:
+                continue
+            total = memory * squares[source, place] + error * error
+            squares[source, place] = total
+            weights[source, place] -= rate * error / np.sqrt(total)

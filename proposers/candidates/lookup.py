@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources without a model: what a text, earlier answers and recycled rows say of the next tokens.
+
+State of an engine. Everything a request says serves requests of its share group alone.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_spec_ext.proposers.base import IntArray, NextTokens, RequestStep
+from vllm_spec_ext.proposers.candidates.evidence import NUM_CLASSES, NUM_SOURCES
+from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT, RecycledRows
+from vllm_spec_ext.proposers.candidates.share_numbers import ShareNumbers
+from vllm_spec_ext.proposers.text_index.answer_memory import AnswerMemories
+from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
+from vllm_spec_ext.proposers.text_index.request_texts import RequestTexts
+
+_FEWEST_WAITING = 0.002  # path probability below which no node is worth a place in the search
+
+
+@dataclass(frozen=True)
+class Given:
+    """The drafts that two sources bring; either may be empty."""
+
+    tokens: IntArray  # [n]
+    parents: IntArray  # [n] within the same draft, -1 = the root
+    classes: NDArray[np.int16]  # [n] of evidence
+    second: int  # where the second draft begins
+
+
+NOTHING_GIVEN = Given(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int16), 0)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A tree of candidates, best first: each beginning of it is a tree, too."""
+
+    parents: IntArray  # [n]
+    tokens: IntArray  # [n]
+    paths: NDArray[np.float32]  # [n] calibrated probability of each path; never rises
+    evidence: NDArray[np.int16]  # [n, sources] classes
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What does not change while a request runs."""
+
+    group: str | None
+    num_prompt_tokens: int
+    remember: bool
+
+
+class Lookup:
+    """The sources that are looked up node by node."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        own_text: bool,
+        earlier_answers: int,
+        recycled_contexts: int,
+        max_cache_salts: int,
+        max_ngram: int,
+    ) -> None:
+        """Start empty, and compile the search.
+
+        Args:
+            vocab_size: Of the target.
+            own_text: Look into prompt and output.
+            earlier_answers: Tokens that are kept of each group's answers; 0 = none.
+            recycled_contexts: Contexts whose rows are kept; 0 = none.
+            max_cache_salts: Groups with a salt that are known at a time.
+            max_ngram: Longest suffix that is looked up.
+        """
+        from vllm_spec_ext.proposers.candidates import kernels
+
+        self._kernels = kernels
+        self._vocab_size = vocab_size
+        self._own_text = own_text
+        self._max_ngram = max_ngram
+        self._texts = RequestTexts()
+        self._nothing = OccurrenceIndex()
+        self._answers = AnswerMemories(earlier_answers, max_cache_salts, vocab_size)
+        self._numbers = ShareNumbers(max_cache_salts)
+        self._rows = RecycledRows(recycled_contexts)
+        self._recycles = recycled_contexts > 0
+        self._known: dict[str, _Known] = {}
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Compile now, not in a user's first request."""
+        rows = RecycledRows(1)
+        one = np.zeros((1, NUM_KEPT), np.int32)
+        row = NextTokens(np.zeros((1, 2), np.int32), one, one.astype(np.float32))
+        rows.keep(0, row)
+        rows.find(0, 0, 0)
+        given, nothing = NOTHING_GIVEN, self._nothing.arrays
+        no_drafts = (given.tokens, given.parents, given.classes, given.second)
+        weights = np.zeros((NUM_SOURCES, NUM_CLASSES))
+        args = (self._vocab_size, self._max_ngram, 1, 1.0)
+        buffer = np.zeros(2, np.int32)
+        self._kernels.grow(buffer, 1, nothing, nothing, rows.table, 0, no_drafts, weights, *args)
+
+    def follow(self, request: RequestStep, remember: bool = True) -> None:
+        """See what a step gave; call it for each request in each step.
+
+        Args:
+            request: Right after the step.
+            remember: Keep its answer for later requests of its group.
+        """
+        name, group = request.request_id, request.share_group
+        if name not in self._known:
+            # A request that was preempted comes back with its output; that is known already.
+            is_new = request.num_output_tokens == len(request.new_tokens)
+            self._known[name] = _Known(group, request.num_prompt_tokens, remember and is_new)
+        self._texts.of(request)
+        if self._recycles and request.next_tokens is not None:
+            self._rows.keep(self._numbers.of(group, name), request.next_tokens)
+
+    def grow(
+        self,
+        request: RequestStep,
+        weights: NDArray[np.float64],
+        least: float,
+        given: Given = NOTHING_GIVEN,
+    ) -> Candidates:
+        """The best tree for a request that :meth:`follow` has just seen.
+
+        Args:
+            request: Its room is the most nodes.
+            weights: As of :class:`.calibration.Calibration`.
+            least: Least probability of a path.
+            given: Drafts of other sources.
+        """
+        text = self._texts.known(request.request_id)
+        assert text is not None
+        size = min(len(text), self._max_ngram)
+        buffer = np.empty(size + request.room, np.int32)
+        buffer[:size] = text.tokens[len(text) - size :]
+        answers = self._answers.of(request.share_group)
+        group = -1
+        if self._recycles:
+            group = self._numbers.of(request.share_group, request.request_id)
+        found = self._kernels.grow(
+            buffer,
+            size,
+            (text if self._own_text else self._nothing).arrays,
+            (self._nothing if answers is None else answers.index).arrays,
+            self._rows.table,
+            group,
+            (given.tokens, given.parents, given.classes, given.second),
+            weights,
+            self._vocab_size,
+            self._max_ngram,
+            request.room,
+            max(least, _FEWEST_WAITING),
+        )
+        return Candidates(*found)
+
+    def finish(self, request_id: str) -> None:
+        """A request is gone, known or not; its answer stays."""
+        known, text = self._known.pop(request_id, None), self._texts.known(request_id)
+        if known is not None and text is not None and known.remember:
+            answer = text.tokens[known.num_prompt_tokens :].copy()
+            self._answers.add(known.group, answer, answer)
+        self._texts.forget(request_id)
+        self._numbers.forget(request_id)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From trees of candidates to the drafts of a step, and back from outcomes to what sources deserve.
+
+The methods `suffix_tree` and `recycling` are this with one source, `auto` with all of them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_spec_ext.proposers.base import EMPTY_DRAFT, Draft, StepContext, StepOutcome
+from vllm_spec_ext.proposers.candidates.calibration import Calibration, credited
+from vllm_spec_ext.proposers.candidates.lookup import Candidates
+from vllm_spec_ext.proposers.candidates.node_choice import choose
+from vllm_spec_ext.proposers.draft_tree import is_branching
+from vllm_spec_ext.proposers.payoff.forward_payoff import Retries
+
+_TRIAL_NODES = 4  # of a step in which nothing pays by what is known, now and then
+
+
+class TreeDrafts:
+    """Of one engine."""
+
+    def __init__(self, names: Sequence[str], adaptive_length: bool) -> None:
+        """Start with what is usual.
+
+        Args:
+            names: Of the sources, for pictures.
+            adaptive_length: Draft what pays; otherwise all that there is room for.
+        """
+        from vllm_spec_ext.proposers.blockwise.tree import depth_first
+
+        self._depth_first = depth_first
+        depth_first(np.zeros((0, 3), np.int32))  # compile now
+        self._names = names
+        self._adaptive = adaptive_length
+        self._retries = Retries()
+        self.calibration = Calibration()
+
+    def least(self, step: StepContext) -> float:
+        """Path probability from which on a node may pay."""
+        return (step.min_probability or 0.0) if self._adaptive else 0.0
+
+    def make(self, step: StepContext, trees: Sequence[Candidates | None]) -> list[Draft]:
+        """One draft for each request.
+
+        Args:
+            step: The requests.
+            trees: Of each; None where it has no room.
+        """
+        drafts = [EMPTY_DRAFT] * len(trees)
+        rows = [row for row, tree in enumerate(trees) if tree is not None and len(tree)]
+        grown = [tree for tree in trees if tree is not None and len(tree)]
+        if not rows:
+            return drafts
+        fixed = (step.fixed_cost or 0.0) if self._adaptive else 0.0
+        paths = [tree.paths for tree in grown]
+        counts = choose(paths, self.least(step), fixed, step.max_nodes)
+        if any(counts):
+            self._retries.pays()
+        elif self._retries.due():
+            counts = choose([one[:_TRIAL_NODES] for one in paths], 0.0, most=step.max_nodes)
+        for row, tree, count in zip(rows, grown, counts, strict=True):
+            name = step.requests[row].request_id
+            self.calibration.forget(name)  # a draft that had no outcome
+            if count:
+                drafts[row] = self._draft(name, tree, count)
+        return drafts
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Learn how much the sources are worth."""
+        for outcome in outcomes:
+            self.calibration.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
+
+    def _draft(self, name: str, tree: Candidates, count: int) -> Draft:
+        """The first nodes of a tree, the likeliest path first."""
+        parents, order = tree.parents[:count], np.arange(count)
+        if is_branching(parents.tolist()):
+            nodes = np.stack([parents, order, order], axis=1).astype(np.int32)
+            order, _, parents = self._depth_first(nodes)
+        evidence = tree.evidence[order]
+        self.calibration.drafted(name, parents, evidence)
+        return Draft(
+            tree.tokens[order],
+            parents if is_branching(parents.tolist()) else None,
+            path_probs=tree.paths[order],
+            sources=tuple(credited(row, self._names) for row in evidence),
+        )

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All sources in one tree: each alone, together, switched off, and a drafter that has to pay."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import MethodOptions, parse_options
+from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.auto import Auto
+from vllm_spec_ext.proposers.auto.drafter_payoff import DrafterPayoff
+from vllm_spec_ext.proposers.base import (
+    UNSALTED,
+    BaseProposer,
+    Draft,
+    EngineHandle,
+    IntArray,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+    proposer,
+)
+from vllm_spec_ext.proposers.input_copy.options import InputCopyRequest
+from vllm_spec_ext.proposers.payoff.forward_payoff import StepPrices
+from vllm_spec_ext.replay import Recording, replay
+
+VOCAB = 500
+RANDOM = np.random.default_rng(0)
+
+
+def engine(budget: int = 16) -> EngineHandle:
+    return EngineHandle(
+        vocab_size=VOCAB,
+        max_model_len=4096,
+        max_num_seqs=8,
+        num_speculative_tokens=budget,
+        model="none",
+        load_tokenizer=lambda: None,
+    )
+
+
+def started(name: str = "auto", budget: int = 16, **given: Any) -> BaseProposer:
+    cls = registry.load(name)
+    found = cls(parse_options(cls.info.options, given, name))
+    found.start(engine(budget))
+    return found
+
+
+def words(count: int) -> list[int]:
+    return [int(one) for one in RANDOM.integers(3, VOCAB, count)]
+
+
+PROMPT = words(60)
+COPIED = Recording(PROMPT, [*PROMPT[10:30], 1, *PROMPT[31:50]])
+LOOP = words(12)
+REPEATED = Recording(words(20), [*LOOP, *words(5), *LOOP, *words(5), *LOOP])
+
+
+def test_it_drafts_as_well_as_the_best_of_its_sources() -> None:
+    for recordings in ([COPIED], [REPEATED], [REPEATED, REPEATED], [COPIED, REPEATED]):
+        together = replay(started(), recordings, engine()).tokens_per_step
+        for name in ("suffix_tree", "input_copy"):
+            alone = replay(started(name), recordings, engine()).tokens_per_step
+            assert together >= 0.95 * alone
+
+
+def test_each_source_can_be_switched_off() -> None:
+    off: dict[str, Any] = {
+        "copy_input": False,
+        "own_text": False,
+        "earlier_answers": 0,
+        "recycled_contexts": 0,
+    }
+    again = [REPEATED, Recording(words(20), REPEATED.output_token_ids)]
+    found = {}
+    for on in ({"own_text": True}, {"copy_input": True}, {"earlier_answers": 1000}):
+        options = {**off, **on}
+        found[next(iter(on))] = replay(started(**options), again, engine()).tokens_per_step
+    assert found["own_text"] > 1.5
+    assert found["copy_input"] == 1.0  # nothing of the prompt is said again
+    assert found["earlier_answers"] > 1.5
+    with pytest.raises(SpecExtError, match="every source switched off"):
+        parse_options(Auto.info.options, off, "auto")
+
+
+def test_a_request_that_says_no_is_not_drafted_for_and_not_remembered() -> None:
+    method = started()
+    tokens = np.array([*PROMPT, *PROMPT[:5]], np.int32)
+
+    def step(name: str, **options: Any) -> StepContext:
+        asked = InputCopyRequest(**options)
+        return StepContext(
+            [RequestStep(name, tokens, len(PROMPT), PROMPT[:5], 8, asked, share_group=UNSALTED)]
+        )
+
+    assert not len(method.propose(step("off", enabled=False))[0])
+    assert len(method.propose(step("on"))[0])
+    method.propose(step("private", remember=False))
+    method.finish(["off", "private", "unknown"])
+    assert isinstance(method, Auto)
+    assert not len(method._lookup._answers)
+    method.finish(["on"])
+    assert len(method._lookup._answers)
+
+
+class FixedOptions(MethodOptions):
+    """None of its own."""
+
+
+@proposer("fixed", summary="Foresees one fixed text.", options=FixedOptions)
+class Fixed(BaseProposer):
+    """A drafter that knows what will be said, and takes its time in a stand-in's clock."""
+
+    text: Sequence[int] = ()
+    calls = 0
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        type(self).calls += 1
+        drafts = []
+        for request in step.requests:
+            at = request.num_output_tokens
+            following = np.array(self.text[at : at + min(4, request.room)], np.int32)
+            probs: Any = (0.9 ** np.arange(1, len(following) + 1)).astype(np.float32)
+            drafts.append(Draft(following, path_probs=probs))
+        return drafts
+
+
+@pytest.fixture
+def fixed(monkeypatch: pytest.MonkeyPatch) -> type[Fixed]:
+    monkeypatch.setitem(registry.BUILTIN, "fixed", f"{__name__}:Fixed")
+    monkeypatch.setattr(Fixed, "calls", 0)
+    return Fixed
+
+
+def test_a_drafter_joins_the_tree(fixed: type[Fixed], monkeypatch: pytest.MonkeyPatch) -> None:
+    said = words(60)
+    monkeypatch.setattr(fixed, "text", said)
+    new = Recording(words(20), said)
+    without = replay(started(), [new], engine())
+    method = started(drafter={"method": "fixed"})
+    result = replay(method, [new], engine())
+    assert result.tokens_per_step > 3.0 > without.tokens_per_step
+    # Recordings have no clock: nothing says that it costs anything.
+    assert fixed.calls == result.num_steps
+
+
+def test_sources_that_agree_are_both_named(
+    fixed: type[Fixed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixed, "text", COPIED.output_token_ids)
+    method = started(drafter={"method": "fixed"})
+    tokens: IntArray = np.array([*PROMPT, *COPIED.output_token_ids[:6]], np.int32)
+    new = tokens[len(PROMPT) :].tolist()
+    step = RequestStep("r", tokens, len(PROMPT), new, 8, InputCopyRequest(), share_group=UNSALTED)
+    (draft,) = method.propose(StepContext([step]))
+    assert draft.sources is not None
+    assert set(draft.sources[0]) == {"own text", "copy", "fixed"}
+    assert draft.tokens[0] == COPIED.output_token_ids[6]
+
+
+def test_a_drafter_that_adds_nothing_is_left_alone_and_tried_again() -> None:
+    payoff = DrafterPayoff()
+    prices = StepPrices(token_seconds=0.01, min_probability=0.1)
+    assert payoff.pays([1.0], prices)  # nothing is known
+    asked = 0
+    for _ in range(2000):
+        if payoff.pays([1.0], prices):
+            asked += 1
+            payoff.asked([1.0], [1.1], 0.005)
+    assert 3 <= asked < 150
+    # It may add more to trees that are worth little.
+    for _ in range(200):
+        payoff.asked([0.1], [0.9], 0.005)
+    assert payoff.pays([0.1], prices)
+    assert not payoff.pays([1.0], prices)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"drafter": {"method": "suffix_tree"}}, "options of its own"),
+        ({"drafter": {"method": "blockwis", "model": "x"}}, "blockwise"),
+        ({"drafter": {"method": "blockwise", "model": "x", "draw": True}}, "expected false"),
+        ({"drafter": {"method": "blockwise", "model": "x", "treee": True}}, "treee"),
+        ({"drafter": {"model": "x"}}, "method"),
+        ({"recycled": 3}, "recycled"),
+    ],
+)
+def test_wrong_options_are_refused(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SpecExtError, match=expected):
+        parse_options(Auto.info.options, given, "auto")
+
+
+def test_where_nothing_pays_a_little_is_tried_now_and_then() -> None:
+    method = started()
+    drafted = []
+    tokens = np.array([*PROMPT, *PROMPT[:20]], np.int32)
+    for end in range(len(PROMPT) + 1, len(tokens)):
+        request = RequestStep(
+            "r",
+            tokens[:end],
+            len(PROMPT),
+            [int(tokens[end - 1])],
+            8,
+            InputCopyRequest(),
+            share_group=UNSALTED,
+        )
+        for _ in range(20):
+            step = StepContext([request], min_probability=0.2, fixed_cost=50.0)
+            drafted.append(len(method.propose(step)[0]))
+            method.observe([StepOutcome("r", drafted[-1], 0, ())] if drafted[-1] else [])
+    assert 0 < sum(n > 0 for n in drafted) < 0.1 * len(drafted)
+    assert max(drafted) <= 4

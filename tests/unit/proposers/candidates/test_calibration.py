@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sources are worth is learned from outcomes."""
+
+import numpy as np
+import pytest
+
+from vllm_spec_ext.proposers.candidates import evidence
+from vllm_spec_ext.proposers.candidates.calibration import Calibration
+from vllm_spec_ext.proposers.candidates.evidence import NUM_SOURCES, OTHERS, OWN, RECYCLED
+
+
+def chance(calibration: Calibration, classes: dict[int, int]) -> float:
+    row = [classes.get(source, 0) for source in range(NUM_SOURCES)]
+    odds = sum(calibration.weights[source, place] for source, place in enumerate(row))
+    return float(1 / (1 + np.exp(-odds)))
+
+
+def test_agreement_is_worth_what_it_turns_out_to_be() -> None:
+    random = np.random.default_rng(0)
+    calibration = Calibration()
+    kinds: tuple[dict[int, int], ...] = (
+        {OWN: 5, RECYCLED: OTHERS},
+        {OWN: OTHERS, RECYCLED: 7},
+        {OWN: 5, RECYCLED: 7},
+    )
+    assert not calibration.weights[:, 0].any()
+    rates = (0.3, 0.2, 0.6)
+    for _ in range(3000):
+        kind = int(random.integers(3))
+        row = np.zeros((1, NUM_SOURCES), np.int16)
+        for source, place in kinds[kind].items():
+            row[0, source] = place
+        calibration.drafted("r", np.array([-1], np.int32), row)
+        calibration.verified("r", 1, [0] if random.random() < rates[kind] else [])
+    for one, rate in zip(kinds, rates, strict=True):
+        assert chance(calibration, one) == pytest.approx(rate, abs=0.1)
+    assert calibration.alone(OWN)[5] == pytest.approx(chance(calibration, {OWN: 5}))
+    assert not calibration.weights[:, 0].any()
+
+
+def test_nodes_below_a_rejected_one_teach_nothing() -> None:
+    calibration = Calibration()
+    before = calibration.weights.copy()
+    classes = np.zeros((3, NUM_SOURCES), np.int16)
+    classes[:, OWN] = [3, 4, 5]
+    calibration.drafted("r", np.array([-1, 0, 1], np.int32), classes)
+    calibration.verified("r", 3, [0])  # the second is wrong; the third was never asked
+    assert calibration.weights[OWN, 3] > before[OWN, 3]
+    assert calibration.weights[OWN, 4] < before[OWN, 4]
+    assert calibration.weights[OWN, 5] == before[OWN, 5]
+
+
+def test_what_the_scheduler_cut_off_teaches_nothing_and_a_request_that_is_gone_neither() -> None:
+    calibration = Calibration()
+    before = calibration.weights.copy()
+    classes = np.full((2, NUM_SOURCES), 1, np.int16)
+    classes[1] = 2
+    calibration.drafted("r", np.array([-1, -1], np.int32), classes)
+    calibration.verified("r", 1, [0])
+    assert (calibration.weights[:, 2] == before[:, 2]).all()
+    calibration.drafted("gone", np.array([-1, -1], np.int32), classes)
+    calibration.forget("gone")
+    now = calibration.weights.copy()
+    calibration.verified("gone", 2, [1])
+    assert (calibration.weights == now).all()
+
+
+def test_every_class_has_a_place_and_words() -> None:
+    highest = evidence.matched_class(len(evidence.LENGTHS), evidence.NUM_SHARES - 1)
+    assert highest < evidence.NUM_CLASSES
+    assert evidence.given_class(1.0, True) < evidence.NUM_CLASSES
+    assert evidence.describe(OWN, evidence.matched_class(3, 2)) == "4 tokens agree, >0.9, often"
+    assert evidence.describe(RECYCLED, evidence.given_class(0.6, True)) == "1 token, 0.5+"
+    assert evidence.describe(evidence.COPY, evidence.given_class(0.004, False)) == "first, 0+"

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for the best tree, against its definition."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_spec_ext.proposers.base import UNSALTED, NextTokens, RequestStep
+from vllm_spec_ext.proposers.candidates import evidence
+from vllm_spec_ext.proposers.candidates.evidence import ANSWERS, COPY, DRAFTER, OWN, RECYCLED
+from vllm_spec_ext.proposers.candidates.lookup import NOTHING_GIVEN, Given, Lookup
+from vllm_spec_ext.proposers.candidates.priors import first_log_odds
+from vllm_spec_ext.proposers.draft_tree import tree_problem
+
+VOCAB = 6
+WEIGHTS = first_log_odds()
+MOST_PLACES = 32
+
+
+def lookup(**given: Any) -> Lookup:
+    options: dict[str, Any] = {
+        "own_text": True,
+        "earlier_answers": 0,
+        "recycled_contexts": 0,
+        "max_cache_salts": 2,
+        "max_ngram": 5,
+    }
+    return Lookup(VOCAB, **{**options, **given})
+
+
+def request(tokens: Any, room: int = 8, name: str = "r", **given: Any) -> RequestStep:
+    ids = np.asarray(tokens, np.int32)
+    options: dict[str, Any] = {"num_prompt_tokens": len(ids) - 1, "new_tokens": ids[-1:].tolist()}
+    options = {"share_group": UNSALTED, **options, **given}
+    return RequestStep(name, ids, room=room, **options)
+
+
+class Definition:
+    """The same tree, from the words that describe it."""
+
+    def __init__(self, text: list[int], answers: list[int], max_ngram: int) -> None:
+        self.text, self.answers, self.max_ngram = text, answers, max_ngram
+
+    def looked_up(self, path: list[int], index: list[int], own: bool) -> tuple[int, list[int]]:
+        whole = self.text + path
+        last = len(index) - 1 if own and not path else len(index)
+        best: tuple[int, list[int]] = (0, [])
+        for end in range(last, 0, -1):
+            agree = 0
+            while (
+                agree < min(self.max_ngram, len(whole), end)
+                and index[end - 1 - agree] == whole[-1 - agree]
+            ):
+                agree += 1
+            if agree > best[0]:
+                best = (agree, [])
+            if agree and agree == best[0]:
+                best[1].append(end)
+        return best[0], best[1][:MOST_PLACES]
+
+    def places(self, path: list[int], index: list[int], own: bool) -> tuple[int, list[int]]:
+        if path:
+            length, above = self.places(path[:-1], index, own)
+            virtual = index + (path[:-1] if own else [])
+            kept = [at + 1 for at in above if at < len(virtual) and virtual[at] == path[-1]]
+            if kept:
+                return length + 1, kept
+        return self.looked_up(path, index, own)
+
+    def children(self, path: list[int]) -> dict[int, float]:
+        classes: dict[int, list[int]] = {}
+        for source, index in ((OWN, self.text), (ANSWERS, self.answers)):
+            length, places = self.places(path, index, source == OWN)
+            virtual = index + (path if source == OWN else [])
+            said = [virtual[at] for at in places if at < len(virtual) and virtual[at] < VOCAB]
+            for token, count in Counter(said).items():
+                row = classes.setdefault(token, [0] * evidence.NUM_SOURCES)
+                row[source] = self.matched(length, count, len(said))
+        for source in (OWN, ANSWERS):
+            if any(row[source] for row in classes.values()):
+                for row in classes.values():
+                    row[source] = row[source] or evidence.OTHERS
+        odds = {
+            token: 1 / (1 + np.exp(-sum(WEIGHTS[s, c] for s, c in enumerate(row))))
+            for token, row in classes.items()
+        }
+        together = max(1.0, sum(odds.values()))
+        return {token: probability / together for token, probability in odds.items()}
+
+    @staticmethod
+    def matched(length: int, count: int, total: int) -> int:
+        place = next((i for i, most in enumerate(evidence.LENGTHS) if length <= most), 6)
+        share = count / total
+        if total == 1:
+            return evidence.matched_class(place, 0)
+        if share > 0.9:
+            return evidence.matched_class(place, 1 if total < 4 else 2)
+        return evidence.matched_class(
+            place, 3 + next((i for i, least in enumerate((0.6, 0.3, 0.1)) if share > least), 3)
+        )
+
+    def best(self, room: int, least: float) -> list[tuple[float, tuple[int, ...]]]:
+        waiting: list[tuple[float, tuple[int, ...]]] = [
+            (p, (token,)) for token, p in self.children([]).items()
+        ]
+        found: list[tuple[float, tuple[int, ...]]] = []
+        while len(found) < room:
+            waiting = [one for one in waiting if one[0] >= least]
+            if not waiting:
+                break
+            best = max(waiting, key=lambda one: one[0])
+            waiting.remove(best)
+            found.append(best)
+            for token, p in self.children(list(best[1])).items():
+                waiting.append((best[0] * p, (*best[1], token)))
+        return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_tree_is_the_one_that_is_described(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    text = random.integers(0, 3 + seed % 3, int(random.integers(2, 60))).tolist()
+    answer = random.integers(0, 4, 30)
+    sources = lookup(earlier_answers=100)
+    sources.follow(request([1, *answer], name="earlier", num_prompt_tokens=1, new_tokens=answer))
+    sources.finish("earlier")
+    step = request(text, room=12)
+    sources.follow(step)
+    found = sources.grow(step, WEIGHTS, 0.01)
+    assert tree_problem(found.parents.tolist(), len(found)) is None
+    expected = Definition(text, [VOCAB, *answer.tolist()], 5).best(12, 0.01)
+    np.testing.assert_allclose(found.paths, [p for p, _ in expected], rtol=1e-4)
+    paths: list[tuple[int, ...]] = []
+    for parent, token in zip(found.parents.tolist(), found.tokens.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    # Equally likely nodes may stand in any order, and of the last ones either may be there.
+    last = expected[-1][0] if expected else 0.0
+    sure = {path for p, path in expected if p > last * 1.001}
+    assert sure <= set(paths)
+    assert len(set(paths)) == len(paths)
+
+
+def test_a_short_repetition_repeats_itself() -> None:
+    sources = lookup()
+    step = request([5, 1, 2, 1, 2, 1], room=6)
+    sources.follow(step)
+    assert sources.grow(step, WEIGHTS, 0.05).tokens.tolist()[:4] == [2, 1, 2, 1]
+
+
+def rows(contexts: list[tuple[int, int]], tokens: list[int]) -> NextTokens:
+    probs = np.full((len(contexts), 8), 0.01, np.float32)
+    probs[:, 0] = 0.9
+    ids = np.full((len(contexts), 8), 5, np.int32)
+    ids[:, 0] = tokens
+    return NextTokens(np.array(contexts, np.int32), ids, probs)
+
+
+def test_recycled_rows_are_found_by_two_tokens_and_then_by_one() -> None:
+    sources = lookup(own_text=False, recycled_contexts=64)
+    seen = rows([(1, 2), (3, 2)], [3, 4])
+    sources.follow(request([0, 1], next_tokens=seen))
+    for text, expected in (([1, 2], 3), ([3, 2], 4), ([5, 2], 4)):  # the newest one wins
+        step = request(text, name=f"{text}")
+        sources.follow(step)
+        found = sources.grow(step, WEIGHTS, 0.0)
+        assert found.tokens[0] == expected
+        assert found.evidence[0, RECYCLED] > 0
+        assert not found.evidence[0, [OWN, ANSWERS, COPY, DRAFTER]].any()
+
+
+@pytest.mark.parametrize("groups", [("a", "b"), ("a", UNSALTED), (None, None), (None, "a")])
+def test_nobody_is_drafted_what_another_group_said(groups: tuple[str | None, str | None]) -> None:
+    sources = lookup(recycled_contexts=64, earlier_answers=100)
+    first, second = groups
+    said = request(
+        [0, 1, 2, 3, 4],
+        name="1",
+        share_group=first,
+        num_prompt_tokens=1,
+        new_tokens=[1, 2, 3, 4],
+        next_tokens=rows([(1, 2), (2, 3)], [3, 4]),
+    )
+    sources.follow(said)
+    sources.finish("1")
+    other = request([0, 1, 2], name="2", share_group=second)
+    sources.follow(other)
+    assert not len(sources.grow(other, WEIGHTS, 0.0))
+    if first is not None:
+        friend = request([0, 1, 2], name="3", share_group=first)
+        sources.follow(friend)
+        found = sources.grow(friend, WEIGHTS, 0.0)
+        assert found.tokens[0] == 3
+        assert found.evidence[0, RECYCLED]
+        assert found.evidence[0, ANSWERS]
+
+
+def test_a_forgotten_group_is_forgotten() -> None:
+    sources = lookup(own_text=False, recycled_contexts=64)
+    sources.follow(request([0, 1], share_group="a", next_tokens=rows([(1, 2)], [3])))
+    for group in ("b", "c"):  # two are known at a time
+        sources.follow(
+            request([0, 1], name=group, share_group=group, next_tokens=rows([(4, 4)], [4]))
+        )
+    again = request([1, 2], name="again", share_group="a")
+    sources.follow(again)
+    assert not len(sources.grow(again, WEIGHTS, 0.0))
+
+
+def test_the_table_keeps_its_size_and_the_newest_rows() -> None:
+    from vllm_spec_ext.proposers.candidates.recycled_rows import RecycledRows
+
+    table = RecycledRows(16)
+    for token in range(500):
+        table.keep(0, rows([(token, token)], [token % VOCAB]))
+    assert len(table) <= 16
+    tokens, probs = table.find(0, 499, 499)
+    assert tokens[0] == 499 % VOCAB
+    assert probs[0] == pytest.approx(0.9)
+    assert not len(table.find(0, 1, 1)[0])
+    assert not len(table.find(1, 499, 499)[0])
+
+
+def test_two_drafts_are_merged_and_credited_to_both() -> None:
+    sources = lookup(own_text=False)
+    step = request([0, 1])
+    sources.follow(step)
+    high = evidence.given_class(0.9, False)
+    given = Given(
+        np.array([2, 3, 2, 4], np.int32),
+        np.array([-1, 0, -1, 0], np.int32),
+        np.array([high, high, high, high], np.int16),
+        2,
+    )
+    found = sources.grow(step, WEIGHTS, 0.0, given)
+    assert found.tokens.tolist()[0] == 2
+    assert found.evidence[0, COPY] == found.evidence[0, DRAFTER] == high
+    assert sorted(found.tokens.tolist()) == [2, 3, 4]
+    assert found.parents.tolist() == [-1, 0, 0]
+    assert not len(sources.grow(step, WEIGHTS, 0.0, NOTHING_GIVEN))

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's likeliest next tokens at every row of a step, from logits that are there anyway."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_spec_ext.proposers.base import NextTokens
+
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class LikeliestTokens:
+    """Of the rows of a step, still on the target's device."""
+
+    tokens: torch.Tensor  # [num_rows, m] int64
+    probs: torch.Tensor  # [num_rows, m] float32
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, count: int) -> "LikeliestTokens":
+        """The `count` likeliest tokens of each row, and their probabilities.
+
+        Args:
+            logits: [num_rows, vocab]; not modified.
+            count: Of tokens.
+        """
+        best, tokens = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        return cls(tokens, (best.float() - logits.float().logsumexp(-1, keepdim=True)).exp())
+
+    def of_requests(
+        self,
+        histories: Sequence[tuple[int, int]],
+        drafts: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int] | None],
+    ) -> list[NextTokens | None]:
+        """The rows of each request, in batch order; None where there are none.
+
+        Args:
+            histories: The last two verified tokens before the step; -1 = there is none.
+            drafts: Scheduled draft tokens of each; -1 = a placeholder, whose row says nothing.
+            parents: Of each draft; None = a chain.
+        """
+        tokens = self.tokens.to("cpu", torch.int32).numpy()
+        probs = self.probs.cpu().numpy()
+        found: list[NextTokens | None] = []
+        start = 0
+        for history, draft, up in zip(histories, drafts, parents, strict=True):
+            contexts, rows = [history], [start]
+            for node, token in enumerate(draft):
+                above = node - 1 if up is None else up[node]
+                before = history[1] if above < 0 else draft[above]
+                if token >= 0 and before >= 0:
+                    contexts.append((before, token))
+                    rows.append(start + 1 + node)
+            start += 1 + len(draft)
+            if history[1] == _NONE:
+                found.append(None)
+                continue
+            found.append(NextTokens(np.array(contexts, np.int32), tokens[rows], probs[rows]))
+        return found
