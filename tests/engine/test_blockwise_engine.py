@@ -153,3 +153,25 @@ def test_sampled_output_has_the_targets_distribution(
         found = sample(engine, MAX_TOKENS)
         assert sum(accepted) > 0.05 * len(accepted) > 0
         assert same_distribution_p_value(expected, found) > SAME, options
+
+
+def test_heads_as_the_drafter_of_auto(
+    heads: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = SCENARIOS["mixed_lengths"]
+    expected = tokens(run(make_engine(), scenario))
+    drafter = {"method": "blockwise", "model": str(heads)}
+    auto = {"method": "auto", "drafter": drafter, "num_speculative_tokens": 12, **ALWAYS_DRAFT}
+    engine = make_engine(speculative_config=auto)
+    proposer = runner_of(engine).drafter._proposer
+    calls = 0
+    propose = proposer._drafter.propose
+
+    def counted(step: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return propose(step)
+
+    monkeypatch.setattr(proposer._drafter, "propose", counted)
+    assert tokens(run(engine, scenario)) == expected
+    assert calls > 50

@@ -41,12 +41,14 @@ def engines(make_engine: Any) -> dict[str, Any]:
     ngrams = {"method": "adaptive_ngram", "overlay": "both", "min_confidence": 0.0, **ALWAYS_DRAFT}
     tree = {**ngrams, "num_speculative_tokens": 5}
     chain = {**ngrams, "num_speculative_tokens": 3, "tree": False}
+    auto = {"method": "auto", "num_speculative_tokens": 6, **ALWAYS_DRAFT}
     return {
         "plain": make_engine(**common),
         "fixed": make_engine(**common, speculative_config=fixed),
         "input_copy": make_engine(**common, speculative_config=copy),
         "adaptive_ngram_tree": make_engine(**common, speculative_config=tree),
         "adaptive_ngram_chain": make_engine(**common, speculative_config=chain),
+        "auto": make_engine(**common, speculative_config=auto),
     }
 
 
@@ -148,24 +150,25 @@ def test_input_copy_does_not_change_the_distribution(
 
 
 @pytest.mark.parametrize(
-    ("kind", "distribution"),
+    ("name", "distribution"),
     [
-        ("tree", "temperature_1"),
-        ("tree", "top_p"),
-        ("chain", "temperature_0.7"),
-        ("chain", "top_k"),
+        ("adaptive_ngram_tree", "temperature_1"),
+        ("adaptive_ngram_tree", "top_p"),
+        ("adaptive_ngram_chain", "temperature_0.7"),
+        ("adaptive_ngram_chain", "top_k"),
+        ("auto", "temperature_1"),
+        ("auto", "top_p"),
     ],
 )
-def test_adaptive_ngram_does_not_change_the_distribution(
-    kind: str,
+def test_methods_that_learn_from_samples_do_not_change_the_distribution(
+    name: str,
     distribution: str,
     engines: dict[str, Any],
     sample: Sample,
     plain_samples: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It drafts what other samples of the same prompt said, which sampling makes likely."""
-    name = f"adaptive_ngram_{kind}"
+    """They draft what other samples of the same prompt said, which sampling makes likely."""
     proposer = runner_of(engines[name]).drafter._proposer
     observe, counts = proposer.observe, [0, 0]
 

@@ -9,10 +9,12 @@ from generation import sampling_params
 
 from vllm_spec_ext.engine.requests.options import GROUP_KEY, share_group
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.candidates import calibration
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and the dog"
 COPY = {"method": "input_copy", "num_speculative_tokens": 16, "adaptive_length": False}
 NGRAM = {"method": "adaptive_ngram", "overlay": "both", "adaptive_length": False}
+AUTO = {"method": "auto", "num_speculative_tokens": 16, "adaptive_length": False}
 
 
 def answer(engine: Any, salt: str | None = None, **extra: Any) -> list[list[int]]:
@@ -33,8 +35,12 @@ def fresh(engine: Any, salt: str | None = None, **extra: Any) -> list[list[int]]
     return answer(engine, salt, **extra)
 
 
-@pytest.mark.parametrize("method", [COPY, NGRAM], ids=lambda m: str(m["method"]))
-def test_a_salt_separates_and_a_common_salt_helps(method: dict[str, Any], make_engine: Any) -> None:
+@pytest.mark.parametrize("method", [COPY, NGRAM, AUTO], ids=lambda m: str(m["method"]))
+def test_a_salt_separates_and_a_common_salt_helps(
+    method: dict[str, Any], make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How much the sources of `auto` are worth is learned from all; it is no text of anybody's.
+    monkeypatch.setattr(calibration, "_RATE", 0.0)
     engine = make_engine(speculative_config=method)
     alone = fresh(engine, "alice")
     assert answer(engine, "bob") == alone

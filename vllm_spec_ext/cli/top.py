@@ -23,6 +23,7 @@ _OURS = "spec_ext:"
 # What Ray makes of a metric's name: its own prefix, and no colon.
 _OF_RAY = {"ray_spec_ext_": _OURS, "ray_vllm_": "vllm:"}
 _TIMES = f"{_OURS}drafter_microseconds"
+_ACCEPTED_FROM = f"{_OURS}source_accepted_nodes_total"
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Snapshot:
 
     when: float  # seconds
     counters: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine, then name
+    accepted_from: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Accepted draft tokens by engine, then source, where there are several."""
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # drafter time, by engine
     server: dict[str, float] = field(default_factory=dict)  # vLLM's own, all engines together
 
@@ -56,6 +59,9 @@ def read_metrics(text: str, when: float) -> Snapshot:
                 if full == f"{_TIMES}_bucket":
                     bound = float(labels["le"].replace("+Inf", "inf"))
                     found.buckets.setdefault(engine, {})[bound] = sample.value
+                elif "source" in labels:
+                    if full == _ACCEPTED_FROM:
+                        found.accepted_from.setdefault(engine, {})[labels["source"]] = sample.value
                 else:
                     name = full.removeprefix(_OURS).removesuffix("_total")
                     found.counters.setdefault(engine, {})[name] = sample.value
@@ -101,6 +107,18 @@ def engine_rows(now: Snapshot, before: Snapshot | None) -> Iterable[list[str]]:
         ]
 
 
+def accepted_from(now: Snapshot, before: Snapshot | None, engine: str) -> str:
+    """Share of the accepted draft tokens that each source named; "-" where there is one source."""
+    old = before.accepted_from.get(engine, {}) if before else {}
+    earlier = before.counters.get(engine, {}) if before else {}
+    accepted = now.counters[engine].get("accepted_nodes", 0.0) - earlier.get("accepted_nodes", 0.0)
+    sources = now.accepted_from.get(engine, {})
+    since = {name: value - old.get(name, 0.0) for name, value in sources.items()}
+    best_first = sorted(since.items(), key=lambda pair: -pair[1])
+    shown = [f"{name} {_ratio(value, accepted, percent=True)}" for name, value in best_first]
+    return ", ".join(shown) or "-"
+
+
 def restarted(now: Snapshot, before: Snapshot) -> bool:
     """Whether the server began anew in between: a counter fell."""
     return any(
@@ -137,7 +155,11 @@ def table(now: Snapshot, before: Snapshot | None) -> WholeTable:
         "held back",
         "drafter us p50 / p99",
     ]
-    return WholeTable(headings, list(engine_rows(now, before)), ", ".join(parts))
+    rows = list(engine_rows(now, before))
+    if now.accepted_from:
+        headings.append("accepted, named by")
+        rows = [[*row, accepted_from(now, before, row[0])] for row in rows]
+    return WholeTable(headings, rows, ", ".join(parts))
 
 
 def fetch(url: str) -> Snapshot:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from vllm_spec_ext.cli.main import main
-from vllm_spec_ext.cli.top import engine_rows, quantile, read_metrics
+from vllm_spec_ext.cli.top import engine_rows, quantile, read_metrics, table
 
 LABELS = '{method="input_copy",rule="exact"}'
 
@@ -53,6 +53,20 @@ def test_the_page_of_a_ray_node_has_a_row_for_each_engine() -> None:
     (two,) = engine_rows(read_metrics(worker, 0.0), None)
     assert two[0] == "input_copy (exact) 01234567"
     assert read_metrics(worker, 0.0).server["vllm:num_requests_running"] == 5
+
+
+def test_sources_are_named_with_their_share_of_the_accepted_tokens() -> None:
+    def with_sources(text: str, own: int, recycled: int) -> str:
+        name = "spec_ext:source_accepted_nodes_total"
+        labels = LABELS.replace("}", ',source="%s"}')
+        return f"{text}{name}{labels % 'own'} {own}\n{name}{labels % 'recycled'} {recycled}\n"
+
+    before = read_metrics(with_sources(page(100, 150, 400, 50, 1, 0), 20, 40), 0.0)
+    now = read_metrics(with_sources(page(140, 270, 600, 130, 6, 4), 40, 112), 2.0)
+    shown = table(now, before)
+    assert shown.headings[-1] == "accepted, named by"
+    assert shown.rows[0][-1] == "recycled 90%, own 25%"
+    assert shown.headings[-1] not in table(read_metrics(page(1, 1, 1, 1, 1, 1), 0.0), None).headings
 
 
 def test_figures_of_an_interval() -> None:

@@ -15,7 +15,9 @@ from vllm_spec_ext.engine.drafting.drafter import Drafter
 from vllm_spec_ext.engine.watching.metrics import _Collector
 from vllm_spec_ext.engine.watching.model_counters import ModelCounterWriter
 from vllm_spec_ext.engine.watching.shared_counters import BUCKETS_US, CounterReadings, CounterWriter
+from vllm_spec_ext.engine.watching.source_counters import SourceCounterWriter, source_readings
 from vllm_spec_ext.proposers.base import (
+    Draft,
     RequestStep,
     StepContext,
     StepOutcome,
@@ -97,6 +99,33 @@ def test_draft_models_are_shown_by_name(tmp_path: Path) -> None:
     assert f"spec_ext:draft_model_seconds_total{labels} 1.0" in text
     assert 'forwards_total{method="token_tree",model="small",rule="exact"} 4.0' in text
     assert CounterReadings([str(tmp_path)])["steps"] == 0
+
+
+def test_each_source_is_counted_by_name(tmp_path: Path) -> None:
+    draft = Draft(
+        np.array([1, 2, 3], np.int32),
+        sources=(("own text", "recycled"), ("recycled",), ("a.b/c",)),
+    )
+    for replica in (0, 1):
+        writer = SourceCounterWriter(str(tmp_path), replica)
+        writer.drafted(StepContext([_step(1, 1)]), [draft])
+        writer.verified([StepOutcome("a", 2, 1)])  # the third node was cut off
+        writer.verified([StepOutcome("a", 2, 2)])  # of a draft that is not known
+        writer.drafted(StepContext([_step(1, 1)]), [draft])
+        writer.forget(["a", "unknown"])
+        writer.verified([StepOutcome("a", 3, 3)])
+        writer.drafted(StepContext([_step(1, 1)]), [draft])
+        writer.verified([StepOutcome("a", 3, 0)])
+    assert source_readings([str(tmp_path)]) == {
+        "a.b/c": [2.0, 0.0],
+        "own text": [4.0, 2.0],
+        "recycled": [8.0, 2.0],
+    }
+    collector, registry = _Collector(), CollectorRegistry()
+    registry.register(collector)
+    collector.watch("auto", "exact", str(tmp_path))
+    text = generate_latest(registry).decode()
+    assert 'source_accepted_nodes_total{method="auto",rule="exact",source="own text"} 2.0' in text
 
 
 def _step(num_new: int, num_output: int) -> RequestStep:

@@ -21,6 +21,7 @@ from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.engine.views.view_host import ViewHost
 from vllm_spec_ext.engine.watching.shared_counters import CounterWriter
+from vllm_spec_ext.engine.watching.source_counters import SourceCounterWriter
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
@@ -87,6 +88,7 @@ class Drafter:
         self._is_first_process = parallel.rank == 0 and parallel.data_parallel_index == 0
         self._counter_folder = settings.counter_folder if parallel.rank == 0 else None
         self._counters = CounterWriter(self._counter_folder, parallel.data_parallel_index)
+        self._sources = SourceCounterWriter(self._counter_folder, parallel.data_parallel_index)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Called by vLLM once the target's weights are loaded."""
@@ -158,9 +160,11 @@ class Drafter:
         elapsed_us = (time.perf_counter() - start) * 1e6
         self.propose_us.append(elapsed_us)
         self._count(step, outcomes, self._barrier.num_refused - refused_before)
+        self._sources.verified(outcomes)
         if is_shadow:
             self._counters.add(shadow_nodes=sum(map(len, drafts)))
         else:
+            self._sources.drafted(step, drafts)
             self._counters.add(
                 drafted_nodes=sum(map(len, drafts)),
                 branching_drafts=sum(draft.parents is not None for draft in drafts),
@@ -210,6 +214,7 @@ class Drafter:
     def finish(self, request_ids: Sequence[str]) -> None:
         """Free the proposer's state of these requests."""
         if self.ranks.leads:
+            self._sources.forget(request_ids)
             self._barrier.call("finish", lambda: self._proposer.finish(request_ids), None)
 
     def reset(self) -> None:

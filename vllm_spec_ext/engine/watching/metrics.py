@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_spec_ext.engine.watching.model_counters import MODEL_COUNTERS, model_readings
 from vllm_spec_ext.engine.watching.shared_counters import COUNTERS, CounterReadings
+from vllm_spec_ext.engine.watching.source_counters import SOURCE_COUNTERS, source_readings
 
 if TYPE_CHECKING:
     from prometheus_client import Gauge
@@ -80,6 +81,15 @@ class _Collector:
                 family.add_metric(model, sum(values))
         if self._models:
             yield from families
+        by_source = [
+            CounterMetricFamily(f"{PREFIX}{name}", text, labels=[*labels, "source"])
+            for name, text in SOURCE_COUNTERS.items()
+        ]
+        for key, folders in self._folders.items():
+            for source, values in source_readings(folders).items():
+                for family, value in zip(by_source, values, strict=True):
+                    family.add_metric((*key, source), value)
+        yield from (family for family in by_source if family.samples)
 
 
 @cache
