@@ -21,8 +21,11 @@ import pytest
 from fenced_blocks import ROOT
 
 START_S = 60
+END_S = 5
+KV_CACHE = "kv_cache_memory_bytes"
+KV_CACHE_BYTES = 128 << 20
 VARIABLES = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "",  # or it would override the engines' KV_CACHE
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -40,7 +43,9 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     model, given, found = sys.argv[1:]
     questions, max_tokens = json.load(open(given))
-    llm = LLM(model, dtype="float32", max_model_len=256, enforce_eager=True)
+    llm = LLM(
+        model, dtype="float32", max_model_len=256, enforce_eager=True, kv_cache_memory_bytes=1 << 27
+    )
     chats = [[{"role": "user", "content": text}] for text in questions]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     results = llm.chat(chats, params)
@@ -119,13 +124,15 @@ def _wait_until_up(head: subprocess.Popen[bytes], address: str) -> None:
 
 
 def _end(head: subprocess.Popen[bytes]) -> None:
-    """`ray start --block` ends what it started when it is told to."""
-    head.send_signal(signal.SIGTERM)
-    try:
-        head.wait(60)
-    except subprocess.TimeoutExpired:
-        os.killpg(head.pid, signal.SIGKILL)
-        head.wait(10)
+    """`ray start --block` ends what it started when it is told to, but takes half a minute."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(head.pid).children(recursive=True)
+        head.send_signal(signal.SIGTERM)
+        for process in psutil.wait_procs(started, timeout=END_S)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    head.kill()
+    head.wait(10)
 
 
 @cache

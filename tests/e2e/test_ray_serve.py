@@ -17,7 +17,16 @@ from typing import Any
 import pytest
 from fenced_blocks import ROOT
 from published_runs import vllm_spec
-from ray_cluster import VARIABLES, Cluster, free_port, plain_answers, ray_cluster, tiny_model
+from ray_cluster import (
+    KV_CACHE,
+    KV_CACHE_BYTES,
+    VARIABLES,
+    Cluster,
+    free_port,
+    plain_answers,
+    ray_cluster,
+    tiny_model,
+)
 
 pytestmark = [
     pytest.mark.e2e,
@@ -46,11 +55,10 @@ def served(
     folder, port = tmp_path_factory.mktemp("serve"), free_port()
     for name in ("ray_serve.py", "serve_config.yaml"):
         text = (ROOT / "examples" / name).read_text()
-        text = text.replace("8000", str(port)).replace("max_model_len: 1024", "max_model_len: 256")
+        text = text.replace("8000", str(port)).replace('SPACE: "1"', 'SPACE: ""')
         # Exact comparisons, and no clock that may hold drafts back on a busy machine.
-        text = text.replace(
-            "enforce_eager: true", "enforce_eager: true\n            dtype: float32"
-        )
+        small = ["max_model_len: 256", "dtype: float32", f"{KV_CACHE}: {KV_CACHE_BYTES}"]
+        text = text.replace("max_model_len: 1024", f"\n{' ' * 12}".join(small))
         text = text.replace("{method: input_copy", "{adaptive_length: false, method: input_copy")
         (folder / name).write_text(text)
     words = [sys.executable, str(folder / "ray_serve.py"), str(tiny_model())]
