@@ -18,6 +18,7 @@ from vllm_spec_ext.options import MethodOptions, RequestOptions
 from vllm_spec_ext.proposers.auto.drafter_payoff import DrafterPayoff
 from vllm_spec_ext.proposers.auto.options import AutoOptions
 from vllm_spec_ext.proposers.base import (
+    EMPTY_DRAFT,
     BaseProposer,
     Draft,
     EngineHandle,
@@ -133,6 +134,8 @@ class Auto(BaseProposer):
             if request.options.enabled:
                 self._lookup.follow(request, cast(InputCopyRequest, request.options).remember)
         copies: Sequence[Draft | None] = [None] * len(step.requests)
+        if not any(request.room for request in step.requests):
+            return [EMPTY_DRAFT] * len(copies)
         if self._copy is not None:
             # No prices: how much of it is drafted is decided here.
             copies = self._copy.propose(StepContext(step.requests))

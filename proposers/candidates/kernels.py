@@ -19,12 +19,11 @@ from vllm_spec_ext.proposers.candidates.evidence import (
     PROBS,
     RECYCLED,
 )
-from vllm_spec_ext.proposers.text_index.occurrence_kernels import NO_POSITION, _slot
+from vllm_spec_ext.proposers.text_index.occurrence_kernels import latest_places
 
 WAYS = 4  # slots in which an entry of the table of recycled rows may stand
 NO_CONTEXT = -1  # in place of the token before the last: an entry of one token of context
 _MOST_PLACES = 32  # of a match, the latest ones
-_MOST_VISITED = 256  # places that are compared for a match
 _MOST_CANDIDATES = 96  # of one node
 _MOST_WAITING = 4096
 _NOWHERE = -2  # a node that a draft does not have
@@ -82,50 +81,6 @@ def keep_rows(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _places(suffix, size, index, own, found):  # type: ignore[no-untyped-def]
-    """Positions behind the latest places where the longest suffix occurred; (count, length).
-
-    Args:
-        suffix: [>= size] int32, of which the first `size` are the end of the text.
-        index: As of OccurrenceIndex: tokens, number of them, previous, keys, heads.
-        own: The suffix is the end of the index itself, which does not count.
-        found: [most] int32, written.
-    """
-    tokens, num_tokens, previous, keys, heads = index
-    end = num_tokens - 1 if own else num_tokens
-    count, length = 0, 0
-    if size == 0 or num_tokens == 0:
-        return count, length
-    last = np.int64(suffix[size - 1])
-    for order in range(1, -1, -1):
-        key = last
-        if order == 1:
-            if size < 2:
-                continue
-            key |= np.int64(suffix[size - 2] + 1) << 32
-        slot = _slot(keys[order], key)
-        if keys[order, slot] != key:
-            continue
-        i = heads[order, slot]
-        visited = 0
-        while i != NO_POSITION and visited < _MOST_VISITED:
-            if i < end:
-                visited += 1
-                agree = order + 1
-                while agree < size and i >= agree and tokens[i - agree] == suffix[size - 1 - agree]:
-                    agree += 1
-                if agree > length:
-                    count, length = 0, agree
-                if agree == length and count < len(found):
-                    found[count] = i + 1
-                    count += 1
-            i = previous[order, i]
-        if length:
-            break
-    return count, length
-
-
-@kernel
 def _matched_class(length, count, total):  # type: ignore[no-untyped-def]
     share = count / total
     if total == 1:
@@ -169,7 +124,7 @@ def _find_places(  # type: ignore[no-untyped-def]
 
     Args:
         text: Of which the first `end` tokens end with the node.
-        index: As of :func:`_places`.
+        index: As of :func:`.latest_places`.
         which: OWN or ANSWERS.
         token: The node's; -1 = it is the root.
         depth: Of the node, 0 = the root.
@@ -188,7 +143,7 @@ def _find_places(  # type: ignore[no-untyped-def]
     if num_places[which] == 0:
         start = max(0, end - max_ngram)
         is_end = which == OWN and token < 0
-        num_places[which], agreeing[which] = _places(
+        num_places[which], agreeing[which] = latest_places(
             text[start:end], end - start, index, is_end, places[which]
         )
 
@@ -311,7 +266,7 @@ def grow(  # type: ignore[no-untyped-def]
         text: [size + room] int32, of which the first `size` are the end of the text; the rest is
             written.
         size: Above 0.
-        own: Index of the request's tokens, as of :func:`_places`; empty = it is not asked.
+        own: Index of the request's tokens, as of :func:`.latest_places`; empty = it is not asked.
         answers: Index of earlier answers; the same.
         table: Keys, tokens and probabilities of recycled rows.
         group: Whose rows may be seen; below 0 = none.

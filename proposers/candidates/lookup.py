@@ -17,6 +17,7 @@ from vllm_spec_ext.proposers.text_index.answer_memory import AnswerMemories
 from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
 from vllm_spec_ext.proposers.text_index.request_texts import RequestTexts
 
+_SELDOM = 16  # tokens that a request without room says until they are read
 _FEWEST_WAITING = 0.002  # path probability below which no node is worth a place in the search
 
 
@@ -115,6 +116,8 @@ class Lookup:
             remember: Keep its answer for later requests of its group.
         """
         name, group = request.request_id, request.share_group
+        if request.room <= 0 and name in self._known and request.num_output_tokens % _SELDOM:
+            return  # it is read later, all at once
         if name not in self._known:
             # A request that was preempted comes back with its output; that is known already.
             is_new = request.num_output_tokens == len(request.new_tokens)

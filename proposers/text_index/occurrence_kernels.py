@@ -13,6 +13,7 @@ from vllm_spec_ext.compiled import kernel
 
 NO_POSITION = -1
 EMPTY_KEY = np.int64(-1)
+_MOST_VISITED = 256  # places that are compared for a match
 _HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
 
 
@@ -87,3 +88,47 @@ def longest(  # type: ignore[no-untyped-def]
         if length:
             break
     return length, count, latest, following
+
+
+@kernel
+def latest_places(suffix, size, index, own, found):  # type: ignore[no-untyped-def]
+    """Positions behind the latest places where the longest suffix occurred; (count, length).
+
+    Args:
+        suffix: [>= size] int32, of which the first `size` are the end of the text.
+        index: As of OccurrenceIndex.arrays: tokens, number of them, previous, keys, heads.
+        own: The suffix is the end of the index itself, which does not count.
+        found: [most] int32, written, the latest first.
+    """
+    tokens, num_tokens, previous, keys, heads = index
+    end = num_tokens - 1 if own else num_tokens
+    count, length = 0, 0
+    if size == 0 or num_tokens == 0:
+        return count, length
+    last = np.int64(suffix[size - 1])
+    for order in range(1, -1, -1):
+        key = last
+        if order == 1:
+            if size < 2:
+                continue
+            key |= np.int64(suffix[size - 2] + 1) << 32
+        slot = _slot(keys[order], key)
+        if keys[order, slot] != key:
+            continue
+        i = heads[order, slot]
+        visited = 0
+        while i != NO_POSITION and visited < _MOST_VISITED:
+            if i < end:
+                visited += 1
+                agree = order + 1
+                while agree < size and i >= agree and tokens[i - agree] == suffix[size - 1 - agree]:
+                    agree += 1
+                if agree > length:
+                    count, length = 0, agree
+                if agree == length and count < len(found):
+                    found[count] = i + 1
+                    count += 1
+            i = previous[order, i]
+        if length:
+            break
+    return count, length

@@ -51,12 +51,13 @@ def test_other_splits_are_found() -> None:
     ("tree", "tokens", "requests", "block_size", "expected"),
     [
         (False, 8, 64, None, 0),
-        (True, 8, 4, None, 32),
-        (True, 8, 64, None, 128),
+        (True, 8, 4, None, 16),
+        (True, 8, 64, None, 64),
+        (True, 7, 1, None, 4),
         (False, 4, 8, 32, 8),  # each request leaves its blocks by one block at most
         (False, 20, 2, 16, 4),
         (False, 4, 272, 16, 16 + 64),  # one in four requests leaves its blocks in a step
-        (True, 8, 8, 32, 64 + 8),
+        (True, 8, 8, 32, 32 + 8),
     ],
 )
 def test_scratch_blocks(

@@ -211,6 +211,11 @@ class DraftBudget:
         self._may_draft = allowance.max_tokens != 0 and any(rooms)
         return allowance
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is drafted in this step, and what the target says of other rows is of no use."""
+        return not self._may_draft
+
     def plain_seconds(self, num_requests: int) -> float | None:
         """A plain step of so many requests; None while that is not known."""
         found = self.costs.estimate(num_requests) if num_requests else None

@@ -38,6 +38,16 @@ class StepDrafts:
         self._shadows = ShadowDrafts()
         self._num_held_back = 0  # steps
 
+    @property
+    def reads_next_tokens(self) -> int:
+        """Next tokens that the proposer wants of this step's rows.
+
+        0 where none are drafted: reading them takes time, a hundredth of a small model's step.
+        """
+        if self.budget is not None and self.budget.is_idle:
+            return 0
+        return self._runner.drafter.needs.next_tokens
+
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone."""
         self._shadows.forget(request_ids)

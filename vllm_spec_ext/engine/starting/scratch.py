@@ -10,7 +10,8 @@ def num_scratch_blocks(
     """KV blocks for the branches of draft trees, and for what draft models and views read ahead.
 
     A segment of a tree needs one block, two if it crosses a block border, and a tree rarely has
-    more than half as many segments as nodes. A chain of a draft model leaves the blocks of its
+    more than half as many segments as nodes; with blocks of 128 tokens, as on CPUs, a block for
+    each node would be most of the memory. A chain of a draft model leaves the blocks of its
     request by at most its length; one request in (block size / length) does so in a step. Where
     the blocks do not suffice, drafts get smaller.
 
@@ -21,7 +22,7 @@ def num_scratch_blocks(
         block_size: Tokens a block, if there are draft models or views.
     """
     few = min(max_num_seqs, MAX_TREES)
-    number = few * num_draft_tokens if tree else 0
+    number = few * -(-num_draft_tokens // 2) if tree else 0
     if block_size is not None:
         number += few * -(-num_draft_tokens // block_size)
         number += -(-(max_num_seqs - few) * num_draft_tokens // block_size)

@@ -71,7 +71,7 @@ class Verifier:
         """
         runner = self._runner
         metadata = runner.input_batch.sampling_metadata
-        num_likeliest = runner.drafter.needs.next_tokens
+        num_likeliest = runner.step_drafts.reads_next_tokens
         if num_likeliest and logits is not None and runner.drafter.ranks.leads:
             step.likeliest = LikeliestTokens.of(logits, num_likeliest)  # before it is modified
         states = [runner.state_of(request_id) for request_id in step.request_ids]

@@ -86,8 +86,8 @@ class _Collector:
             for name, text in SOURCE_COUNTERS.items()
         ]
         for key, folders in self._folders.items():
-            for source, values in source_readings(folders).items():
-                for family, value in zip(by_source, values, strict=True):
+            for source, counts in source_readings(folders).items():
+                for family, value in zip(by_source, counts, strict=True):
                     family.add_metric((*key, source), value)
         yield from (family for family in by_source if family.samples)
 
