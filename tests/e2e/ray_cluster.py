@@ -22,10 +22,8 @@ from fenced_blocks import ROOT
 
 START_S = 60
 END_S = 5
-KV_CACHE = "kv_cache_memory_bytes"
-KV_CACHE_BYTES = 128 << 20
 VARIABLES = {
-    "VLLM_CPU_KVCACHE_SPACE": "",  # or it would override the engines' KV_CACHE
+    "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -43,9 +41,7 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     model, given, found = sys.argv[1:]
     questions, max_tokens = json.load(open(given))
-    llm = LLM(
-        model, dtype="float32", max_model_len=256, enforce_eager=True, kv_cache_memory_bytes=1 << 27
-    )
+    llm = LLM(model, dtype="float32", max_model_len=256, enforce_eager=True)
     chats = [[{"role": "user", "content": text}] for text in questions]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     results = llm.chat(chats, params)
