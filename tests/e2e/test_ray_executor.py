@@ -31,7 +31,6 @@ if __name__ == "__main__":
         dtype="float32",
         max_model_len=256,
         enforce_eager=True,
-        kv_cache_memory_bytes=1 << 27,
         tensor_parallel_size=2,
         distributed_executor_backend="ray",
         disable_log_stats=False,
