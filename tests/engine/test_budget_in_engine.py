@@ -54,7 +54,7 @@ def test_switched_off_nothing_is_held_back(make_engine: Any) -> None:
 
 
 def test_a_prompt_in_pieces_with_nothing_beside_it(make_engine: Any) -> None:
-    alone = Scenario(SCENARIO.params, [PROMPTS[4] * 3])
+    alone = Scenario(SCENARIO.params, PROMPTS[4:5])
     pieces = {"max_num_batched_tokens": 40, "max_num_seqs": 4, "enable_prefix_caching": False}
     expected = tokens(run(make_engine(**pieces), alone))
     engine = make_engine(speculative_config={**NOISE, "adaptive_length": True}, **pieces)
