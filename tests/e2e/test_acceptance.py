@@ -40,6 +40,13 @@ SETTINGS = {
         "tree": {**HEADS, "tree": True, "num_speculative_tokens": 12},
         "block_chain": {**BLOCKS, "num_speculative_tokens": 5},
         "block_tree": {**BLOCKS, "tree": True, "num_speculative_tokens": 12},
+        "auto": {"method": "auto", "num_speculative_tokens": 32, **ALWAYS_DRAFT},
+        "auto_with_heads": {
+            "method": "auto",
+            "drafter": {"method": "blockwise", "model": str(demo_heads())},
+            "num_speculative_tokens": 32,
+            **ALWAYS_DRAFT,
+        },
         # As a user has them: the engine measures and decides how much is drafted.
         "heads_by_default": {"method": "blockwise", "model": str(demo_heads())},
         "copy_by_default": {"method": "input_copy"},
@@ -76,8 +83,12 @@ DRAFTERS_REACH = {
     "tree": Least(2.5, [0.70, 0.46, 0.25, 0.15]),
     "block_chain": Least(2.3, [0.56, 0.36, 0.24, 0.15]),
     "block_tree": Least(2.7, [0.70, 0.48, 0.30, 0.20]),
+    "auto": Least(4.5, [0.66, 0.48, 0.38, 0.30]),
+    "auto_with_heads": Least(4.7, [0.66, 0.42, 0.33, 0.26]),
 }
 REPLAYS_REACH = {
+    "suffix_tree": Least(3.7, [0.57, 0.41, 0.32, 0.30]),
+    "auto": Least(4.15, [0.48, 0.37, 0.28, 0.23]),  # recordings have no recycled rows
     "input_copy": Least(3.6, [0.38, 0.31, 0.25, 0.22]),
     "adaptive_ngram": Least(3.45, [0.66, 0.53, 0.42, 0.39]),
 }
@@ -156,6 +167,7 @@ def test_trees_accept_more_than_chains_and_blocks_more_than_heads(bench: BenchRe
     assert rows["tree"] > rows["chain"]
     assert rows["block_tree"] > rows["block_chain"] > rows["chain"]
     assert rows["block_tree"] > rows["tree"]
+    assert rows["auto_with_heads"] > max(rows["auto"], rows["tree"])
 
 
 @pytest.mark.parametrize("name", ["heads_by_default", "copy_by_default"])
