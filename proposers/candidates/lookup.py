@@ -18,7 +18,7 @@ from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
 from vllm_spec_ext.proposers.text_index.request_texts import RequestTexts
 
 _SELDOM = 16  # tokens that a request without room says until they are read
-_FEWEST_WAITING = 0.002  # path probability below which no node is worth a place in the search
+_LEAST_PATH = 0.002  # path probability below which no node is worth a place in the search
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Lookup:
             self._vocab_size,
             self._max_ngram,
             request.room,
-            max(least, _FEWEST_WAITING),
+            max(least, _LEAST_PATH),
         )
         return Candidates(*found)
 

@@ -48,6 +48,15 @@ def link(tokens, start, end, previous, keys, heads):  # type: ignore[no-untyped-
 
 
 @kernel
+def _agreeing(tokens, i, suffix, limit, known):  # type: ignore[no-untyped-def]
+    """Tokens up to position i that agree with the end of a suffix, at most `limit`; `known` do."""
+    agree, last = known, suffix.size - 1
+    while agree < limit and i >= agree and tokens[i - agree] == suffix[last - agree]:
+        agree += 1
+    return agree
+
+
+@kernel
 def longest(  # type: ignore[no-untyped-def]
     suffix, tokens, end, previous, keys, heads, max_ngram, hint, need_all
 ):
@@ -70,11 +79,7 @@ def longest(  # type: ignore[no-untyped-def]
         i = heads[order, slot]
         while i != NO_POSITION:
             if i < end:
-                agree = order + 1
-                while (
-                    agree < limit and i >= agree and tokens[i - agree] == suffix[size - 1 - agree]
-                ):
-                    agree += 1
+                agree = _agreeing(tokens, i, suffix, limit, order + 1)
                 if agree > length:
                     length, count, latest, following = agree, 0, i + 1, NO_POSITION
                 if agree == length:
@@ -120,9 +125,7 @@ def latest_places(suffix, size, index, own, found):  # type: ignore[no-untyped-d
         while i != NO_POSITION and visited < _MOST_VISITED:
             if i < end:
                 visited += 1
-                agree = order + 1
-                while agree < size and i >= agree and tokens[i - agree] == suffix[size - 1 - agree]:
-                    agree += 1
+                agree = _agreeing(tokens, i, suffix[:size], size, order + 1)
                 if agree > length:
                     count, length = 0, agree
                 if agree == length and count < len(found):
