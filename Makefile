@@ -5,7 +5,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 BIN := .venv/bin
 TYPED := $(wildcard vllm_spec_ext tests examples scripts)
 
-.PHONY: help setup check format lint types fix test ci demo docs bench-smoke
+.PHONY: help setup check format lint types fix test ci demo docs bench-smoke gpu-check gpu-bench
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -45,3 +45,9 @@ docs: setup  ## The documentation as a site, in site/
 
 bench-smoke: setup  ## A very short benchmark run: does everything work, not how fast is it
 	$(BIN)/vllm-spec bench --smoke
+
+gpu-check: setup  ## On an NVIDIA GPU: what only one can show, in under ten minutes, as gpu-check.json
+	PYTHONPATH=scripts $(BIN)/python -m gpu_check $(ARGS)
+
+gpu-bench: setup  ## On an NVIDIA GPU: plain vLLM against our methods; run again, it goes on where it stopped
+	PYTHONPATH=scripts $(BIN)/python -m gpu_bench $(ARGS)

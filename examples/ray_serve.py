@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deploy serve_config.yaml on Ray and hold a conversation with it.
 
-Usage: python examples/ray_serve.py [MODEL], on a running cluster (`serve shutdown` ends the app)
+Usage: python examples/ray_serve.py, on a running cluster (`serve shutdown` ends the app)
 
-All turns carry the same `x-session-id`, so one replica hears them all: it has the conversation in
-its prefix cache, and what a method has learned of it. `cache_salt` is a secret of the user, whose
-answers alone may draft this user's next ones.
+All turns carry one `x-session-id`: one replica hears them all, and has them in its prefix cache.
+`cache_salt` is a secret of the user, whose answers alone may draft the next ones.
 """
 
-import sys
+import subprocess
+import time
 from pathlib import Path
 
-import yaml
 from openai import OpenAI
 from ray import serve
-from ray.serve.llm import build_openai_app
 
 LETTER = "Dear Ms. Alvarez, thank you for your order of 24 oak chairs. We deliver on March 3."
 TURNS = [f"Repeat this letter word for word: {LETTER}", "Once more, please."]
@@ -42,14 +40,18 @@ def ask(client: OpenAI, messages: list) -> str:
     return answer
 
 
+def deploy() -> None:
+    """Start the replicas, and wait until they are up."""
+    config = str(Path(__file__).parent / "serve_config.yaml")
+    subprocess.run(["serve", "run", "--non-blocking", config], check=True)
+    while (state := serve.status().applications["llm"].status) == "DEPLOYING":
+        time.sleep(1)
+    assert state == "RUNNING", f"the app is {state}; `serve status` says why"
+
+
 if __name__ == "__main__":
-    config = yaml.safe_load((Path(__file__).parent / "serve_config.yaml").read_text())
-    (app,) = config["applications"]
-    if len(sys.argv) > 1:
-        app["args"]["llm_configs"][0]["model_loading_config"]["model_source"] = sys.argv[1]
-    serve.start(http_options=config["http_options"])
-    serve.run(build_openai_app(app["args"]), name=app["name"])
     talk = OpenAI(base_url="http://localhost:8000/v1", api_key="none")
+    deploy()
     history: list[dict[str, str]] = []
     for turn in TURNS:
         history.append({"role": "user", "content": turn})

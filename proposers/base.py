@@ -6,7 +6,8 @@ A proposer never sees the engine. The adapter (:mod:`vllm_spec_ext.engine.drafti
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
 from vllm_spec_ext.errors import SpecExtError
@@ -41,6 +42,7 @@ __all__ = [
     "Drawn",
     "EngineHandle",
     "IntArray",
+    "Learns",
     "ModelSpec",
     "Needs",
     "NextTokens",
@@ -107,6 +109,24 @@ class Continues(Protocol):
         """
 
 
+@runtime_checkable
+class Learns(Protocol):
+    """A proposer whose weights can be exchanged while it serves (``online``)."""
+
+    steps_a_turn: int
+    """Steps that one version drafts before another may; more than 1 where an exchange is dear."""
+
+    def read_weights(self, folder: Path) -> object:
+        """Weights of a folder as the method serves it, ready for use; called by any thread.
+
+        Raises:
+            SpecExtError: They are not of this drafter's shape.
+        """
+
+    def use_weights(self, weights: object) -> None:
+        """Draft with these from now on; called between two steps, and quick."""
+
+
 class BaseProposer(ABC):
     """Convenience base: stores the options and does nothing in the optional calls."""
 
@@ -135,6 +155,16 @@ class BaseProposer(ABC):
     def views(cls, options: MethodOptions) -> Sequence[ViewSpec]:
         """Views of its cache over which the target is to draft for itself; none."""
         return ()
+
+    @classmethod
+    def drafter_folder(cls, options: MethodOptions) -> Path:
+        """Where the weights are that it starts with; for methods that learn (:class:`Learns`)."""
+        raise SpecExtError(f"{cls.info.name} has no weights that could learn")
+
+    @classmethod
+    def drafter_files(cls, options: MethodOptions) -> Mapping[str, bytes]:
+        """Content of the files of that folder that a version of the drafter has, by name."""
+        raise SpecExtError(f"{cls.info.name} has no weights that could learn")
 
     def start(self, engine: EngineHandle) -> None:
         """Nothing to load."""

@@ -25,6 +25,10 @@ class Needs:
     """It divides a step's draft tokens among requests by itself (``StepContext.max_nodes``);
     otherwise each request's room is what it may draft."""
 
+    every_step: bool = False
+    """It is asked in every step. Otherwise, while its drafts lose time, it gets the tokens of
+    several steps at once (``RequestStep.num_steps``), and the hidden state of the last one."""
+
     distributions: bool = False
     """Drafts may carry ``probs``: what verifies these is compiled when the engine starts."""
 

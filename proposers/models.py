@@ -8,7 +8,7 @@ brings a model up to date with the requests (:meth:`DraftModel.sync`), lets it r
 ``propose`` returns; what the target accepted of it is recognised by the next ``sync``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -132,6 +132,15 @@ class DraftModel(Protocol):
 
     def forward_seconds(self, num_rows: int) -> float | None:
         """A forward pass over this many tokens, as measured; None before any was."""
+
+    def reload(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Run with other weights from now on, and forget what was read with the old ones.
+
+        Between steps, or before anything was synced in one.
+
+        Args:
+            weights: Names as in the checkpoint, and tensors; those not named stay.
+        """
 
 
 @dataclass(frozen=True)

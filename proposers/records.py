@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 IntArray = NDArray[np.int32]
 Drawn = Literal["iid", "without_replacement"]
+Projection = Callable[["torch.Tensor"], "torch.Tensor"]
+"""States [n, hidden_size] to their products [n, num_rows] with the rows of a matrix."""
 
 UNSALTED = ""
 """The share group of requests without a ``cache_salt``, where the operator lets these share."""
@@ -75,7 +77,7 @@ class RequestStep:
     request_id: str
     token_ids: IntArray  # [num_tokens] prompt and output; a view, valid during the call only
     num_prompt_tokens: int
-    new_tokens: Sequence[int]  # tokens of this step: accepted ones and the bonus token, >= 1
+    new_tokens: Sequence[int]  # since the proposer was last asked: accepted and bonus tokens, >= 1
     room: int
     """Most draft tokens this request may get: the engine's budget, the request's own limit, and
     what is left to ``max_tokens`` and ``max_model_len``, whichever is smallest. May be 0."""
@@ -91,6 +93,9 @@ class RequestStep:
     tokens tells one user what another was answered."""
 
     next_tokens: NextTokens | None = None  # if Needs.next_tokens
+    num_steps: int = 1
+    """Steps that gave the new tokens. A proposer that runs no model is not asked in every step
+    while its drafts lose time; each step but the last then gave one token."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -165,6 +170,13 @@ class RequestFacts:
     tokenizer: Any = None  # the front end's; None in the engine, and where there is none
 
 
+def plain_projection(rows: "torch.Tensor") -> Projection:
+    """Products with ``rows`` [num_rows, hidden_size], in their type, as torch makes them."""
+    from torch.nn import functional
+
+    return lambda states: functional.linear(states.to(rows.dtype), rows)
+
+
 @dataclass(frozen=True)
 class EngineHandle:
     """What a proposer may know about the engine that runs it."""
@@ -190,3 +202,5 @@ class EngineHandle:
     """The method is a level of a cascade: it may be asked for more tokens than it can draft."""
     views: "Sequence[TargetView]" = ()
     """The target over the views of its cache that the method asked for, in its order."""
+    pack: "Callable[[torch.Tensor], Projection]" = plain_projection
+    """Products with rows that never change, in the form that is fastest on the device."""

@@ -31,12 +31,30 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINE_FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/engine/test_*.py"))
 E2E_FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/e2e/test_*.py"))
 RAY_FILES = [name for name in E2E_FILES if "test_ray_" in name]  # a cluster for each
+NEXT_VLLM = "0.33.0"
+NEXT = "next vllm"
+# Run again with the sources of a newer vLLM over the binaries of this one: one test of a kind.
+NEXT_TESTS = [
+    f"tests/engine_v2/test_{name}"
+    for name in (
+        "harness.py::test_the_vllm_that_was_asked_for_runs",
+        "harness.py::test_v2_runs_and_answers_like_v1",
+        "identity_v2.py::test_same_tokens[mixed_lengths-oracle]",
+        "identity_v2.py::test_same_tokens[seeded-oracle_tree]",
+        "trees_v2.py::test_trees_really_move_blocks",
+        "verifying_v2.py::test_eta_cuts_what_is_improbable",
+        "async.py::test_sampling_grammars_and_penalties[oracle_tree]",
+    )
+]
 PARTS = {  # those that take longest first
     "e2e": [name for name in E2E_FILES if name not in RAY_FILES],
     **{f"engine {i + 1}": ENGINE_FILES[i::3] for i in range(3)},
+    "engine v2": ["tests/engine_v2"],  # Triton made visible there changes the V1 runner, too
     "ray": RAY_FILES,
+    NEXT: NEXT_TESTS,
     "unit": ["tests/unit"],
 }
+VARIABLES = {NEXT: {"SPEC_EXT_NEXT_VLLM": NEXT_VLLM}}  # of the environment of a part
 GIB = 1 << 30
 MOST_MEMORY_GIB = 16.0
 SAMPLE_S = 1.0
@@ -183,6 +201,7 @@ class Runner:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", *part.arguments],
             cwd=ROOT,
+            env={**os.environ, **VARIABLES.get(part.name, {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -192,7 +211,7 @@ class Runner:
         for line in process.stdout or ():
             part.lines.append(line.rstrip("\n"))
             with self._printing:
-                print(f"{part.name:>8} | {part.lines[-1]}", flush=True)
+                print(f"{part.name:>9} | {part.lines[-1]}", flush=True)
         part.status = process.wait()
         part.seconds = time.monotonic() - started
 

@@ -4,28 +4,39 @@
 Teacher forcing: at each step the proposer sees the recorded tokens so far, and its tree is accepted
 along the path that equals the recording. For greedy recordings this is what an engine would accept.
 Replay ranks settings; it says nothing about speed, which also depends on what verifying costs.
+
+A recording may say what the target foresaw at each row that an engine verified, for methods that
+draft from that (``Needs.next_tokens``); a row that it did not verify says nothing. So the settings
+that were recorded are replayed exactly, and others a little too low.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers.base import (
+    EMPTY_DRAFT,
     UNSALTED,
     Draft,
     EngineHandle,
     IntArray,
+    NextTokens,
     Proposer,
     RequestStep,
     StepContext,
     StepOutcome,
 )
 from vllm_spec_ext.proposers.draft_tree import agreeing_path, node_depths, parents_of, tree_problem
+
+Row = tuple[int, ...]
+"""A row of logits: the number of tokens of the recorded text that lead to it, then the tokens of a
+draft that lead on from there, the first of which is not what the text goes on with."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,50 @@ class Recording:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     category: str = ""
+    foreseen: Mapping[Row, tuple[Sequence[int], Sequence[float]]] = field(default_factory=dict)
+    """The likeliest next tokens and their probabilities, by row; equally many in each."""
+    max_tokens: int | None = None
+    """Most tokens that were asked for, which bound the drafts near the end; None = as many as were
+    answered."""
+
+
+def recording_of(
+    prompt: Sequence[int],
+    output: Sequence[int],
+    steps: Sequence[Mapping[str, Any]],
+    max_tokens: int | None = None,
+) -> Recording:
+    """A request as an engine answered it.
+
+    Args:
+        prompt: Token ids.
+        output: Token ids.
+        steps: What the worker recorded of it, from its prefill on
+            (:class:`vllm_spec_ext.engine.watching.step_log.StepLog`).
+        max_tokens: As of :class:`Recording`.
+    """
+    foreseen: dict[Row, tuple[Sequence[int], Sequence[float]]] = {}
+    text, size = [*prompt, *output], len(prompt)
+    for step in steps:
+        found = step["foreseen"]
+        if found is not None:
+            # Of a draft whose tokens were exchanged, as of a resumed request, only the root's.
+            rows = _rows(text, size, step["tokens"], step["parents"])
+            foreseen |= zip(rows, zip(found["tokens"], found["probs"], strict=True), strict=False)
+        size += len(step["new_tokens"])
+    return Recording(prompt, output, foreseen=foreseen, max_tokens=max_tokens)
+
+
+def _rows(
+    text: Sequence[int] | IntArray, size: int, tokens: Sequence[int], parents: Sequence[int]
+) -> list[Row]:
+    """The row after so many tokens of a text, and those of a draft that was made there."""
+    rows: list[Row] = [(size,)]
+    for token, parent in zip(tokens, parents, strict=True):
+        at, *path = rows[parent + 1]
+        on_text = not path and at < len(text) and text[at] == token
+        rows.append((at + 1,) if on_text else (at, *path, token))
+    return rows
 
 
 @dataclass
@@ -115,9 +170,10 @@ class _Running:
     tokens: IntArray  # [prompt + output] int32
     num_prompt: int
     length: int  # tokens known to the target
+    most: int  # tokens that were asked for, the prompt's included
+    foreseen: Mapping[Row, tuple[Sequence[int], Sequence[float]]]
     new: int = 1
-    drafted: int = 0
-    accepted: int = 0
+    draft: Draft = EMPTY_DRAFT  # of the last step
 
 
 def _requests(recordings: Sequence[Recording]) -> Iterator[_Running]:
@@ -126,7 +182,14 @@ def _requests(recordings: Sequence[Recording]) -> Iterator[_Running]:
         if num_prompt < 1 or len(recording.output_token_ids) < 2:
             continue  # nothing is left to draft after the prefill
         tokens = np.array([*recording.prompt_token_ids, *recording.output_token_ids], np.int32)
-        yield _Running(f"replay-{index}", tokens, num_prompt, num_prompt + 1)
+        yield _Running(
+            f"replay-{index}",
+            tokens,
+            num_prompt,
+            length=num_prompt + 1,
+            most=num_prompt + (recording.max_tokens or len(recording.output_token_ids)),
+            foreseen=recording.foreseen,
+        )
 
 
 def replay(
@@ -172,28 +235,53 @@ def replay(
         left: list[_Running] = []
         for request, view, draft in zip(running, step.requests, drafts, strict=True):
             check_draft(draft, view.room, engine.vocab_size)
-            outcomes.append(_advance(request, draft, result))
             if request.length < len(request.tokens):
+                outcomes.append(_advance(request, draft, result))
                 left.append(request)
                 continue
+            # An engine, too, asks once more before it learns that a request is over.
             result.num_requests += 1
             proposer.finish([request.request_id])
-            outcomes.pop()  # the engine tells nothing of requests that are gone
             if on_finish is not None:
                 on_finish()
         running = left
 
 
 def _step_of(request: _Running, engine: EngineHandle, options: RequestOptions) -> RequestStep:
+    # The bonus token needs a place too, so one less than what is left.
+    num_left = min(request.most, engine.max_model_len) - request.length - 1
     return RequestStep(
         request_id=request.request_id,
         token_ids=request.tokens[: request.length],
         num_prompt_tokens=request.num_prompt,
         new_tokens=request.tokens[request.length - request.new : request.length].tolist(),
-        room=min(engine.num_speculative_tokens, engine.max_model_len - request.length - 1),
+        room=max(0, min(engine.num_speculative_tokens, num_left)),
         options=options,
         share_group=UNSALTED,
+        next_tokens=_foreseen(request) if request.foreseen else None,
     )
+
+
+def _foreseen(request: _Running) -> NextTokens | None:
+    """What the recording says of the rows of the step before: its root's and its draft's."""
+    size = request.length - request.new
+    draft = request.draft
+    rows = _rows(request.tokens, size, draft.tokens.tolist(), parents_of(draft))
+    known = [row for row in rows if row in request.foreseen]
+    if not known:
+        return None
+    tokens, probs = zip(*(request.foreseen[row] for row in known), strict=True)
+    return NextTokens(
+        np.array([_context(request.tokens, row) for row in known], np.int32),
+        np.array(tokens, np.int32),
+        np.array(probs, np.float32),
+    )
+
+
+def _context(text: IntArray, row: Row) -> list[int]:
+    """The last two tokens before a row; -1 = none."""
+    size, *path = row
+    return [-1, *text[max(0, size - 2) : size].tolist(), *path][-2:]
 
 
 def _advance(request: _Running, draft: Draft, result: ReplayResult) -> StepOutcome:
@@ -203,6 +291,7 @@ def _advance(request: _Running, draft: Draft, result: ReplayResult) -> StepOutco
     # A path is no longer than the draft, so the rest of a long recording need not be converted.
     nodes = agreeing_path(draft.tokens.tolist(), parents, recorded[: len(draft)].tolist())
     accepted = len(nodes)
+    request.draft = draft
     request.new = min(accepted + 1, len(recorded))
     request.length += request.new
     result.num_steps += 1

@@ -21,14 +21,17 @@ from vllm_spec_ext.proposers.base import (
     Draft,
     EngineHandle,
     IntArray,
+    Needs,
     StepContext,
     StepOutcome,
     TargetFacts,
     proposer,
 )
+from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT
 
 if TYPE_CHECKING:
     from vllm_spec_ext.proposers.adaptive_ngram.drafter import NgramDrafter
+    from vllm_spec_ext.proposers.adaptive_ngram.more_sources import MoreSources
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -55,6 +58,11 @@ class AdaptiveNgram(BaseProposer):
             options = AdaptiveNgramOptions.model_validate(options.model_dump())
         super().__init__(options)
         self.settings = settings_of(options)
+        if options.recycled_contexts:
+            self.needs = Needs(next_tokens=NUM_KEPT, shares_nodes=True)
+        elif options.looks_up:
+            self.needs = Needs(shares_nodes=True)
+        self._more: MoreSources | None = None
 
     @classmethod
     def check(cls, options: MethodOptions, target: TargetFacts) -> None:
@@ -85,10 +93,17 @@ class AdaptiveNgram(BaseProposer):
         from vllm_spec_ext.proposers.adaptive_ngram.drafter import NgramDrafter
 
         self.drafter = NgramDrafter(self.settings, engine)
+        if self.settings.looks_up:
+            from vllm_spec_ext.proposers.adaptive_ngram.more_sources import MoreSources
+
+            self._more = MoreSources(self.settings, engine)
 
     def propose(self, step: StepContext) -> list[Draft]:
         """Learn the new tokens of all requests, then draft for each."""
-        return self.drafter.propose(step)
+        if self._more is None:
+            return self.drafter.propose(step)
+        # No prices: how much of it is drafted is decided with the other sources.
+        return self._more.merge(step, self.drafter.propose(StepContext(step.requests)))
 
     def continue_from(self, request_id: str, provisional: Sequence[int], most: int) -> IntArray:
         """See :class:`vllm_spec_ext.proposers.base.Continues`; a search and nothing else."""
@@ -96,11 +111,16 @@ class AdaptiveNgram(BaseProposer):
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how far estimates can be trusted; tokens are learned from the tokens themselves."""
-        self.drafter.observe(outcomes)
+        if self._more is None:
+            self.drafter.observe(outcomes)
+        else:  # these are of the merged tree
+            self._more.observe(outcomes)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Give the requests' overlays back."""
         self.drafter.finish(request_ids)
+        if self._more is not None:
+            self._more.finish(request_ids)
 
     def close(self) -> None:
         """Save the shared overlay."""

@@ -85,6 +85,22 @@ class AdaptiveNgramOptions(MethodOptions):
     """Weight of all that never followed a context, beside what did; one observation weighs as much
     as its overlay. 0 takes what was seen once for certain."""
 
+    own_text: bool = False
+    """Into the same tree: what followed where the end of the text occurred in prompt or output
+    before, as ``suffix_tree`` looks it up."""
+
+    earlier_answers: int = Field(default=0, ge=0)
+    """The same in this many tokens of earlier requests' answers, shared as overlays are."""
+
+    recycled_contexts: int = Field(default=0, ge=0, le=1 << 24)
+    """Into the same tree: what the target foresaw before, as ``recycling`` keeps it for this many
+    contexts, shared as overlays are; 80 bytes each."""
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether there are sources beside n-grams."""
+        return self.own_text or self.earlier_answers > 0 or self.recycled_contexts > 0
+
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, given: Any) -> Any:
@@ -112,6 +128,11 @@ class AdaptiveNgramOptions(MethodOptions):
             raise ValueError(
                 "min_confidence needs probabilities, and preset 'aded_reference' makes none; leave "
                 "min_confidence out, or the preset"
+            )
+        if self.looks_up and (self.preset == "aded_reference" or not self.tree):
+            raise ValueError(
+                "own_text, earlier_answers and recycled_contexts join a tree of probabilities; "
+                "leave them out, or tree=false and the preset 'aded_reference'"
             )
         if self.preset == "aded_reference" and not self.tree:
             raise ValueError(

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
 from vllm_spec_ext.options import MethodOptions, RequestOptions
 from vllm_spec_ext.proposers.auto.drafter_payoff import DrafterPayoff
 from vllm_spec_ext.proposers.auto.options import AutoOptions
@@ -32,11 +30,11 @@ from vllm_spec_ext.proposers.base import (
     ViewSpec,
     proposer,
 )
-from vllm_spec_ext.proposers.candidates.evidence import NAMES, given_classes
-from vllm_spec_ext.proposers.candidates.lookup import NOTHING_GIVEN, Candidates, Given, Lookup
+from vllm_spec_ext.proposers.candidates.evidence import NAMES
+from vllm_spec_ext.proposers.candidates.given_drafts import given_by
+from vllm_spec_ext.proposers.candidates.lookup import Candidates, Lookup
 from vllm_spec_ext.proposers.candidates.node_choice import expected_gain
 from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT
-from vllm_spec_ext.proposers.draft_tree import parents_of
 from vllm_spec_ext.proposers.inner_method import asked_of
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions, InputCopyRequest
@@ -53,8 +51,8 @@ if TYPE_CHECKING:
     request_options=InputCopyRequest,
     num_speculative_tokens=32,
     tree=True,
-    best_for="all kinds of text, where verifying a token costs little (on a CPU input_copy and "
-    "vLLM's suffix are faster so far)",
+    best_for="all kinds of text, where verifying a token costs little (on a CPU input_copy is "
+    "faster so far)",
     cost="tenths of a millisecond a step, and the drafter's pass where it pays",
 )
 class Auto(BaseProposer):
@@ -74,11 +72,12 @@ class Auto(BaseProposer):
         self._drafter: BaseProposer | None = None
         asked = self._options.drafter
         if asked is not None:
-            self._drafter = asked.proposer()(asked.parsed())
+            self._drafter = asked.proposer()(asked.parsed)
         self.needs = Needs(
             hidden_states=self._drafter is not None and self._drafter.needs.hidden_states,
             next_tokens=NUM_KEPT if self._options.recycled_contexts else 0,
             shares_nodes=True,
+            every_step=self._drafter is not None and self._drafter.needs.every_step,
         )
         self._payoff = DrafterPayoff()
         self._value = TokenSeconds()
@@ -88,19 +87,19 @@ class Auto(BaseProposer):
         """What the drafter checks; raises SpecExtError."""
         asked = cast(AutoOptions, options).drafter
         if asked is not None:
-            asked.proposer().check(asked.parsed(), replace(target, is_level=True))
+            asked.proposer().check(asked.parsed, replace(target, is_level=True))
 
     @classmethod
     def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:
         """The drafter's."""
         asked = cast(AutoOptions, options).drafter
-        return () if asked is None else asked.proposer().models(asked.parsed())
+        return () if asked is None else asked.proposer().models(asked.parsed)
 
     @classmethod
     def views(cls, options: MethodOptions) -> Sequence[ViewSpec]:
         """The drafter's."""
         asked = cast(AutoOptions, options).drafter
-        return () if asked is None else asked.proposer().views(asked.parsed())
+        return () if asked is None else asked.proposer().views(asked.parsed)
 
     @staticmethod
     def resolve_request(options: RequestOptions, facts: RequestFacts) -> InputCopyRequest:
@@ -174,9 +173,8 @@ class Auto(BaseProposer):
         least: float,
     ) -> list[Candidates | None]:
         """The best tree of each request; None where there is no room."""
-        weights = self._drafts.calibration.weights
         return [
-            self._lookup.grow(request, weights, least, _given(copy, draft))
+            self._drafts.grow(self._lookup, request, least, given_by(copy, draft))
             if request.room > 0 and request.options.enabled
             else None
             for request, copy, draft in zip(requests, copies, drafted, strict=True)
@@ -213,25 +211,3 @@ class Auto(BaseProposer):
 
 def _worth(tree: Candidates | None, least: float) -> float:
     return 0.0 if tree is None else expected_gain(tree.paths, least)
-
-
-def _given(copy: Draft | None, draft: Draft | None) -> Given:
-    """Two drafts as candidates; a draft that says nothing of its nodes counts as sure of them."""
-    tokens, parents, classes = [], [], []
-    for one in (copy, draft):
-        if one is None or not len(one):
-            continue
-        up = parents_of(one)
-        probs = one.path_probs
-        tokens.append(one.tokens)
-        parents.append(np.array(up, np.int32))
-        classes.append(given_classes(up, np.ones(len(one), np.float32) if probs is None else probs))
-    second = 0 if copy is None else len(copy)
-    if not tokens:
-        return NOTHING_GIVEN
-    return Given(
-        np.concatenate(tokens).astype(np.int32),
-        np.concatenate(parents),
-        np.concatenate(classes),
-        second,
-    )

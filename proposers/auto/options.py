@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of ``auto``."""
 
+from functools import cached_property
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -18,7 +19,7 @@ class Drafter(InnerMethod):
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:
-        self.parsed()
+        _ = self.parsed  # refused here, or never
         return self
 
     def proposer(self) -> type[BaseProposer]:
@@ -39,6 +40,7 @@ class Drafter(InnerMethod):
             raise UnknownNameError("method of the drafter", self.method, known)
         return registry.load(self.method)
 
+    @cached_property
     def parsed(self) -> MethodOptions:
         """The method's options: a tree where it can draft one, of chosen tokens."""
         schema = self.proposer().info.options

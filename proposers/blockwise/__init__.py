@@ -10,14 +10,15 @@ drafts x_{t+1+i}. Exact acceptance; the relaxed rules of the paper are scorers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
-from vllm_spec_ext.options import MethodOptions
+from vllm_spec_ext.options import LearnedRequest, MethodOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,
@@ -53,6 +54,7 @@ _SEED = 0x5EC0D4A7
     "blockwise",
     summary="Small heads on the target's last hidden state draft several tokens in one product.",
     options=BlockwiseOptions,
+    request_options=LearnedRequest,
     num_speculative_tokens=4,
     needs_checkpoint=True,
     tree=True,
@@ -63,6 +65,7 @@ class Blockwise(BaseProposer):
     """Chain of the heads' best tokens, or a tree of their candidates under the node budget."""
 
     needs = Needs(hidden_states=True)
+    steps_a_turn = 1  # an exchange costs nothing
 
     def __init__(self, options: MethodOptions) -> None:
         """Keep the options; the heads are loaded in :meth:`start`."""
@@ -90,6 +93,35 @@ class Blockwise(BaseProposer):
             if asked.tree or target.is_level
             else target.num_speculative_tokens,
         )
+
+    @classmethod
+    def drafter_folder(cls, options: MethodOptions) -> Path:
+        """Where the heads are; raises SpecExtError if there are none."""
+        from vllm_spec_ext.proposers.blockwise.heads import check_heads
+
+        return check_heads(cast(BlockwiseOptions, options).model)[0]
+
+    @classmethod
+    def drafter_files(cls, options: MethodOptions) -> Mapping[str, bytes]:
+        """The heads' configuration and weights; raises SpecExtError if there are none."""
+        from vllm_spec_ext.proposers.blockwise.heads import CONFIG_NAME, WEIGHTS_NAME
+
+        folder = cls.drafter_folder(options)
+        return {name: (folder / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
+
+    def read_weights(self, folder: Path) -> "BlockwiseHeads":
+        """Heads of the same shape and vocabulary; raises SpecExtError for others."""
+        from vllm_spec_ext.proposers.blockwise.heads import load_heads, same_shape
+
+        own = cast("BlockwiseHeads", self._heads)
+        _, heads = load_heads(folder)
+        if not same_shape(own, heads):
+            raise SpecExtError(f"the heads in {folder} have another shape or vocabulary")
+        return heads.to(device=own.b_out.device, dtype=own.b_out.dtype)
+
+    def use_weights(self, weights: object) -> None:
+        """Draft with these heads."""
+        self._heads = cast("BlockwiseHeads", weights)
 
     def start(self, engine: EngineHandle) -> None:
         """Load the heads onto the target's device and check that they belong to it.
@@ -127,7 +159,9 @@ class Blockwise(BaseProposer):
         self._target = engine.target
         self._heads = heads if engine.device is None else heads.to(engine.device)
         self._random = torch.Generator(engine.device or "cpu").manual_seed(_SEED)
-        self._logits = DraftLogits(engine.target, self._heads.draft_vocab, engine.vocab_size)
+        self._logits = DraftLogits(
+            engine.target, self._heads.draft_vocab, engine.vocab_size, engine.pack
+        )
         if config.copy_match:
             warm_up()
         if self._options.tree:

@@ -261,6 +261,16 @@ def check_heads(
     return folder, config
 
 
+def same_shape(one: BlockwiseHeads, other: BlockwiseHeads) -> bool:
+    """Whether heads can take each other's place: all but their weights and origin is the same."""
+    apart = {"target", "training"}
+    if one.config.model_dump(exclude=apart) != other.config.model_dump(exclude=apart):
+        return False
+    if one.draft_vocab is None or other.draft_vocab is None:
+        return one.draft_vocab is other.draft_vocab
+    return torch.equal(one.draft_vocab.cpu(), other.draft_vocab.cpu())
+
+
 def read_config(folder: Path) -> HeadsConfig:
     """``config.json`` of a heads folder; raises SpecExtError if it is missing or damaged."""
     file = folder / CONFIG_NAME

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.base import IntArray
 from vllm_spec_ext.proposers.candidates import evidence
+from vllm_spec_ext.proposers.candidates.path_trust import PathTrust
 from vllm_spec_ext.proposers.candidates.priors import first_log_odds
 
 _RATE = 0.25  # of learning; AdaGrad
@@ -30,6 +31,7 @@ class _Pending:
 
     parents: IntArray
     evidence: Evidence
+    said: NDArray[np.float32]
 
 
 class Calibration:
@@ -42,23 +44,33 @@ class Calibration:
         self._kernels = kernels
         self.weights = first_log_odds()  # [sources, classes] float64
         self._squares = np.full_like(self.weights, _FIRST_SQUARES)
+        self.trust = PathTrust()
         self._pending: dict[str, _Pending] = {}
         self._warm_up()
 
     def _warm_up(self) -> None:
         """Compile now: a draft of no verified node teaches nothing."""
-        self.drafted("", np.zeros(0, np.int32), np.zeros((0, evidence.NUM_SOURCES), np.int16))
+        nothing = np.zeros((0, evidence.NUM_SOURCES), np.int16)
+        self.drafted("", np.zeros(0, np.int32), nothing, np.zeros(0, np.float32))
         self.verified("", 0, ())
+        self.forget("")
 
-    def drafted(self, request_id: str, parents: IntArray, evidence: Evidence) -> None:
+    def drafted(
+        self,
+        request_id: str,
+        parents: IntArray,
+        evidence: Evidence,
+        said: NDArray[np.float32],
+    ) -> None:
         """Remember what spoke for the nodes of a draft.
 
         Args:
             request_id: Whose draft.
             parents: [n], -1 = the root.
             evidence: [n, sources] classes.
+            said: [n] probability of each path, as the sources say.
         """
-        self._pending[request_id] = _Pending(parents, evidence)
+        self._pending[request_id] = _Pending(parents, evidence, said)
 
     def verified(self, request_id: str, num_drafted: int, accepted: Sequence[int]) -> None:
         """Learn from a draft.
@@ -83,10 +95,16 @@ class Calibration:
             _RATE,
             _MEMORY,
         )
+        self.trust.learn(request_id, draft.parents, draft.said, num_drafted, is_accepted)
+
+    def skip(self, request_id: str) -> None:
+        """Nothing is drafted for a request, and its last draft was not verified."""
+        self._pending.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         """A request is gone, and with it the outcome of its last draft."""
-        self._pending.pop(request_id, None)
+        self.skip(request_id)
+        self.trust.forget(request_id)
 
     def alone(self, source: int) -> NDArray[np.float64]:
         """[classes] probability of a token of which only one source says anything."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.base import IntArray, NextTokens, RequestStep
 from vllm_spec_ext.proposers.candidates.evidence import NUM_CLASSES, NUM_SOURCES
+from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
 from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT, RecycledRows
 from vllm_spec_ext.proposers.candidates.share_numbers import ShareNumbers
 from vllm_spec_ext.proposers.text_index.answer_memory import AnswerMemories
@@ -22,26 +23,14 @@ _LEAST_PATH = 0.002  # path probability below which no node is worth a place in 
 
 
 @dataclass(frozen=True)
-class Given:
-    """The drafts that two sources bring; either may be empty."""
-
-    tokens: IntArray  # [n]
-    parents: IntArray  # [n] within the same draft, -1 = the root
-    classes: NDArray[np.int16]  # [n] of evidence
-    second: int  # where the second draft begins
-
-
-NOTHING_GIVEN = Given(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int16), 0)
-
-
-@dataclass(frozen=True)
 class Candidates:
     """A tree of candidates, best first: each beginning of it is a tree, too."""
 
     parents: IntArray  # [n]
     tokens: IntArray  # [n]
-    paths: NDArray[np.float32]  # [n] calibrated probability of each path; never rises
+    paths: NDArray[np.float32]  # [n] probability of each path; never rises
     evidence: NDArray[np.int16]  # [n, sources] classes
+    said: NDArray[np.float32]  # [n] probability of each path, as the sources say
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -150,7 +139,7 @@ class Lookup:
         group = -1
         if self._recycles:
             group = self._numbers.of(request.share_group, request.request_id)
-        found = self._kernels.grow(
+        parents, tokens, paths, evidence = self._kernels.grow(
             buffer,
             size,
             (text if self._own_text else self._nothing).arrays,
@@ -164,7 +153,7 @@ class Lookup:
             request.room,
             max(least, _LEAST_PATH),
         )
-        return Candidates(*found)
+        return Candidates(parents, tokens, paths, evidence, said=paths)
 
     def finish(self, request_id: str) -> None:
         """A request is gone, known or not; its answer stays."""

@@ -53,4 +53,4 @@ class LookupMethod(BaseProposer):
         self._lookup.follow(request, getattr(request.options, "remember", True))
         if request.room <= 0:
             return None
-        return self._lookup.grow(request, self._drafts.calibration.weights, least)
+        return self._drafts.grow(self._lookup, request, least)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers of share groups, as part of a key: what one group said is not found by another."""
 
-from collections import OrderedDict
-
-from vllm_spec_ext.proposers.base import UNSALTED
+from vllm_spec_ext.proposers.share_groups import LatestGroups
 
 
 class ShareNumbers:
@@ -18,8 +16,7 @@ class ShareNumbers:
         Args:
             max_salted: Most groups beside the one of requests without a salt.
         """
-        self._max_salted = max_salted
-        self._groups: OrderedDict[str, int] = OrderedDict()  # latest used last
+        self._groups = LatestGroups(max_salted, self._new)
         self._requests: dict[str, int] = {}
         self._next = 0
 
@@ -29,14 +26,7 @@ class ShareNumbers:
             if request_id not in self._requests:
                 self._requests[request_id] = self._new()
             return self._requests[request_id]
-        found = self._groups.get(group)
-        if found is None:
-            found = self._groups[group] = self._new()
-            salted = [one for one in self._groups if one != UNSALTED]
-            if len(salted) > self._max_salted:
-                del self._groups[salted[0]]
-        self._groups.move_to_end(group)
-        return found
+        return self._groups.of(group)
 
     def forget(self, request_id: str) -> None:
         """A request is gone."""

@@ -8,13 +8,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_spec_ext.proposers.base import EMPTY_DRAFT, Draft, StepContext, StepOutcome
+from vllm_spec_ext.proposers.base import (
+    EMPTY_DRAFT,
+    Draft,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+)
 from vllm_spec_ext.proposers.candidates.calibration import Calibration, credited
-from vllm_spec_ext.proposers.candidates.lookup import Candidates
+from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
+from vllm_spec_ext.proposers.candidates.lookup import Candidates, Lookup
 from vllm_spec_ext.proposers.candidates.node_choice import choose
 from vllm_spec_ext.proposers.draft_tree import is_branching
 from vllm_spec_ext.proposers.payoff.forward_payoff import Retries
 
+_DOUBTFUL = 0.7  # of the least probability: sources may promise too little
 _TRIAL_NODES = 4  # of a step in which nothing pays by what is known, now and then
 
 
@@ -41,6 +49,32 @@ class TreeDrafts:
         """Path probability from which on a node may pay."""
         return (step.min_probability or 0.0) if self._adaptive else 0.0
 
+    def grow(
+        self, lookup: Lookup, request: RequestStep, least: float, given: Given = NOTHING_GIVEN
+    ) -> Candidates:
+        """The best tree for a request, with probabilities as far as they can be trusted.
+
+        Args:
+            lookup: That has just seen the request.
+            request: Its room is the most nodes.
+            least: Least probability of a path that is of use.
+            given: Drafts of other sources.
+        """
+        tree = lookup.grow(request, self.calibration.weights, _DOUBTFUL * least, given)
+        trust = self.calibration.trust
+        paths = trust.corrected(request.request_id, tree.parents, tree.said)
+        # A path is never likelier than its beginning, so parents stay before their children.
+        order = np.argsort(-paths, kind="stable")
+        place = np.empty(len(order) + 1, np.int32)
+        place[order], place[-1] = np.arange(len(order)), -1
+        return Candidates(
+            place[tree.parents[order]],
+            tree.tokens[order],
+            paths[order],
+            tree.evidence[order],
+            tree.said[order],
+        )
+
     def make(self, step: StepContext, trees: Sequence[Candidates | None]) -> list[Draft]:
         """One draft for each request.
 
@@ -62,7 +96,7 @@ class TreeDrafts:
             counts = choose([one[:_TRIAL_NODES] for one in paths], 0.0, most=step.max_nodes)
         for row, tree, count in zip(rows, grown, counts, strict=True):
             name = step.requests[row].request_id
-            self.calibration.forget(name)  # a draft that had no outcome
+            self.calibration.skip(name)
             if count:
                 drafts[row] = self._draft(name, tree, count)
         return drafts
@@ -79,7 +113,7 @@ class TreeDrafts:
             nodes = np.stack([parents, order, order], axis=1).astype(np.int32)
             order, _, parents = self._depth_first(nodes)
         evidence = tree.evidence[order]
-        self.calibration.drafted(name, parents, evidence)
+        self.calibration.drafted(name, parents, evidence, tree.said[order])
         return Draft(
             tree.tokens[order],
             parents if is_branching(parents.tolist()) else None,

@@ -93,10 +93,11 @@ class Cascade(BaseProposer):
         self._options = cast(CascadeOptions, options)
         levels = self._options.levels
         methods = [level for level in levels if isinstance(level, MethodLevel)]
-        proposers = [level.proposer()(level.parsed()) for level in methods]
+        proposers = [level.proposer()(level.parsed) for level in methods]
         self.needs = Needs(
             hidden_states=any(one.needs.hidden_states for one in proposers),
             distributions=self._options.draw,
+            every_step=any(one.needs.every_step for one in proposers),
         )
         self._proposers = proposers
         self._num_methods = len(methods)
@@ -114,7 +115,7 @@ class Cascade(BaseProposer):
         """What the methods of the levels check; raises SpecExtError."""
         for level in cast(CascadeOptions, options).levels:
             if isinstance(level, MethodLevel):
-                level.proposer().check(level.parsed(), replace(target, is_level=True))
+                level.proposer().check(level.parsed, replace(target, is_level=True))
 
     @classmethod
     def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:

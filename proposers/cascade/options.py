@@ -2,6 +2,7 @@
 """Options of ``cascade``."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -29,7 +30,7 @@ class MethodLevel(InnerMethod):
 
     @model_validator(mode="after")
     def _check_method(self) -> Self:
-        self.parsed()
+        _ = self.parsed  # refused here, or never
         return self
 
     def proposer(self) -> type[BaseProposer]:
@@ -56,6 +57,7 @@ class MethodLevel(InnerMethod):
             raise UnknownNameError("method of a level", self.method, [*known, *OWN_LEVELS])
         return registry.load(self.method)
 
+    @cached_property
     def parsed(self) -> MethodOptions:
         """The method's options; a chain where the method can draft one."""
         proposer = self.proposer()

@@ -49,7 +49,8 @@ class TokenSeconds:
         num_requests = len(step.requests)
         if num_requests:
             emitted = sum(len(request.new_tokens) for request in step.requests)
-            self.observe(num_requests, emitted, self._num_verified, self._spent)
+            num_steps = sum(request.num_steps for request in step.requests)
+            self.observe(num_steps, emitted, self._num_verified, self._spent)
         self._num_verified, self._spent = 0, 0.0
         return self.prices(num_requests, step.plain_seconds, step.min_probability)
 
@@ -67,7 +68,7 @@ class TokenSeconds:
         """Count a step.
 
         Args:
-            num_requests: That got tokens.
+            num_requests: That got tokens; one that got them in several steps counts as many times.
             num_emitted: Tokens of all of them.
             num_drafted: Draft tokens that were verified.
             drafting_seconds: What it took to make these.

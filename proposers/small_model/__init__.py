@@ -9,10 +9,11 @@ trees if asked to, and runs no pass that costs more than it saves.
 from collections.abc import Sequence
 from typing import cast
 
-from vllm_spec_ext.options import MethodOptions
+from vllm_spec_ext.options import LearnedRequest, MethodOptions
 from vllm_spec_ext.proposers.base import ModelSpec, proposer
+from vllm_spec_ext.proposers.growth.learning_model import OneModelLearns
 from vllm_spec_ext.proposers.growth.model_names import named
-from vllm_spec_ext.proposers.growth.tree_drafting import Extent, TreeDrafting
+from vllm_spec_ext.proposers.growth.tree_drafting import Extent
 from vllm_spec_ext.proposers.small_model.options import SmallModelOptions
 
 
@@ -20,13 +21,14 @@ from vllm_spec_ext.proposers.small_model.options import SmallModelOptions
     "small_model",
     summary="A small model of the target's vocabulary drafts a chain, or a tree.",
     options=SmallModelOptions,
+    request_options=LearnedRequest,
     num_speculative_tokens=4,
     needs_checkpoint=True,
     tree=True,
     best_for="any text, where a model at least ten times faster than the target exists",
     cost="a forward pass of the draft model for each level of the draft",
 )
-class SmallModel(TreeDrafting):
+class SmallModel(OneModelLearns):
     """A chain or a tree of one draft model."""
 
     @classmethod

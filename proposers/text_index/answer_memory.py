@@ -9,11 +9,10 @@ What one user was answered must not be drafted for another, as acceptance would 
 group has a memory of its own.
 """
 
-from collections import OrderedDict
-
 import numpy as np
 
-from vllm_spec_ext.proposers.base import UNSALTED, IntArray
+from vllm_spec_ext.proposers.base import IntArray
+from vllm_spec_ext.proposers.share_groups import LatestGroups
 from vllm_spec_ext.proposers.text_index.occurrence_index import Match, OccurrenceIndex
 
 _FIRST_ROOM = 1024  # tokens; a group with few answers must not cost as much as one with many
@@ -108,9 +107,7 @@ class AnswerMemories:
             separator: As of :class:`AnswerMemory`.
         """
         self._limit = limit
-        self._max_salted = max_salted
-        self._separator = separator
-        self._memories: OrderedDict[str, AnswerMemory] = OrderedDict()  # latest used last
+        self._memories = LatestGroups(max_salted, lambda: AnswerMemory(limit, separator))
 
     def __len__(self) -> int:
         return sum(map(len, self._memories.values()))
@@ -122,10 +119,7 @@ class AnswerMemories:
 
     def of(self, group: str | None) -> AnswerMemory | None:
         """What requests of a group may see; None if that is nothing."""
-        memory = None if group is None else self._memories.get(group)
-        if memory is not None and group is not None:
-            self._memories.move_to_end(group)
-        return memory
+        return None if group is None else self._memories.find(group)
 
     def add(self, group: str | None, answer: IntArray, folded: IntArray) -> None:
         """Remember the end of an answer for requests of its group.
@@ -135,16 +129,5 @@ class AnswerMemories:
             answer: [n] int32 tokens.
             folded: [n] int32 tokens as they are compared.
         """
-        if group is None or not self._limit or not len(answer):
-            return
-        memory = self.of(group)
-        if memory is None:
-            memory = self._memories[group] = AnswerMemory(self._limit, self._separator)
-            self._forget_a_group()
-        memory.add(answer, folded)
-
-    def _forget_a_group(self) -> None:
-        """The salted group unused for longest makes room for one that just came."""
-        salted = [group for group in self._memories if group != UNSALTED]
-        if len(salted) > self._max_salted:
-            del self._memories[salted[0]]
+        if group is not None and self._limit and len(answer):
+            self._memories.of(group).add(answer, folded)

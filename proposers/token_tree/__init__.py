@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import cast
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.options import MethodOptions
+from vllm_spec_ext.options import LearnedRequest, MethodOptions
 from vllm_spec_ext.proposers.base import ModelSpec, TargetFacts, proposer
+from vllm_spec_ext.proposers.growth.learning_model import OneModelLearns
 from vllm_spec_ext.proposers.growth.model_names import named
 from vllm_spec_ext.proposers.growth.shapes import expansion_size
-from vllm_spec_ext.proposers.growth.tree_drafting import Extent, TreeDrafting
+from vllm_spec_ext.proposers.growth.tree_drafting import Extent
 from vllm_spec_ext.proposers.token_tree.options import TokenTreeOptions
 
 
@@ -23,13 +24,14 @@ from vllm_spec_ext.proposers.token_tree.options import TokenTreeOptions
     "token_tree",
     summary="One or several small models draft a tree of likely continuations.",
     options=TokenTreeOptions,
+    request_options=LearnedRequest,
     num_speculative_tokens=16,
     needs_checkpoint=True,
     tree=True,
     best_for="any text, where a much faster model exists and verification is nearly free",
     cost="a forward pass of each draft model for each level of the tree",
 )
-class TokenTree(TreeDrafting):
+class TokenTree(OneModelLearns):
     """Expansion trees, dynamic trees, merged trees."""
 
     @classmethod

@@ -44,6 +44,7 @@ MAX_GROWTH_BYTES = 300 << 20
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "input_copy": {"method": "input_copy", "num_speculative_tokens": 8},
     "adaptive_ngram": {"method": "adaptive_ngram", "num_speculative_tokens": 12},
+    "auto": {"method": "auto", "num_speculative_tokens": 12},
     "relaxed": {
         "method": "input_copy",
         "num_speculative_tokens": 8,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small Ray cluster of one node, and a tiny model for it."""
+"""A small Ray cluster of one node, a tiny model for it, and what that answers without Ray."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import psutil
 import pytest
 from fenced_blocks import ROOT
 
@@ -32,7 +32,13 @@ VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's workers let everybody else go first
+    "RAY_metrics_report_interval_ms": "2000",
 }
+
+SOURCE = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
+QUESTIONS = tuple(f"{number}: {SOURCE[number % 20 :]}" for number in range(64))
+MOST_TOKENS = (48, 64, 192)
+"""Lengths of answers that the tests compare, so that one engine gives them all."""
 
 PLAIN = """
 import json, sys
@@ -40,12 +46,14 @@ from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
     model, given, found = sys.argv[1:]
-    questions, max_tokens = json.load(open(given))
+    questions, lengths = json.load(open(given))
     llm = LLM(model, dtype="float32", max_model_len=256, enforce_eager=True)
     chats = [[{"role": "user", "content": text}] for text in questions]
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    results = llm.chat(chats, params)
-    json.dump([result.outputs[0].text for result in results], open(found, "w"))
+    answers = []
+    for most in lengths:
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+        answers.append([result.outputs[0].text for result in llm.chat(chats, params)])
+    json.dump(answers, open(found, "w"))
 """
 
 
@@ -64,6 +72,8 @@ class Cluster:
 
     def actors(self, title: str) -> list[int]:
         """Ids of processes with this title, which Ray gives to an actor once it is ready."""
+        import psutil
+
         found = []
         for process in psutil.Process(self.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error, IndexError):
@@ -108,6 +118,39 @@ def ray_cluster(num_cpus: int = 8, *more: str, **variables: str) -> Iterator[Clu
         _end(head)
 
 
+@cache
+def shared_cluster() -> Cluster:
+    """One for all tests of a process that can share it; ends with the process."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(ray_cluster())
+
+
+@contextmanager
+def ray_node(cluster: Cluster, ip: str, **variables: str) -> Iterator[None]:
+    """Another node of it, without CPUs, at another address of this machine; it joins in seconds.
+
+    Args:
+        cluster: A running one.
+        ip: 127.0.0.2 or another one that leads here.
+        variables: Of its workers' environment.
+    """
+    program = Path(sys.executable).parent / "ray"
+    words = [program, "start", "--address", cluster.address, "--block", "--node-ip-address", ip]
+    words += ["--num-cpus", 0, "--object-store-memory", 80 << 20]
+    node = subprocess.Popen(
+        list(map(str, words)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **VARIABLES, **variables},
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        _end(node)
+
+
 def _wait_until_up(head: subprocess.Popen[bytes], address: str) -> None:
     program, end = str(Path(sys.executable).parent / "ray"), time.monotonic() + START_S
     while time.monotonic() < end and head.poll() is None:
@@ -121,6 +164,8 @@ def _wait_until_up(head: subprocess.Popen[bytes], address: str) -> None:
 
 def _end(head: subprocess.Popen[bytes]) -> None:
     """`ray start --block` ends what it started when it is told to, but takes half a minute."""
+    import psutil
+
     with contextlib.suppress(psutil.NoSuchProcess):
         started = psutil.Process(head.pid).children(recursive=True)
         head.send_signal(signal.SIGTERM)
@@ -143,17 +188,27 @@ def tiny_model() -> Path:
     return folder
 
 
-def plain_answers(questions: list[str], max_tokens: int, folder: Path) -> list[str]:
-    """What the tiny model answers, each question alone in a chat, without drafts or Ray."""
-    script, given, found = (folder / name for name in ("plain.py", "in.json", "out.json"))
-    script.write_text(PLAIN)
-    given.write_text(json.dumps([questions, max_tokens]))
-    subprocess.run(
-        [sys.executable, str(script), str(tiny_model()), str(given), str(found)],
-        env={**os.environ, **VARIABLES, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        capture_output=True,
-        timeout=200,
-        check=True,
-    )
-    answers: list[str] = json.loads(found.read_text())
+def plain_answers(most_tokens: int) -> dict[str, str]:
+    """What the tiny model answers without drafts or Ray to :data:`QUESTIONS`, each in a chat.
+
+    Args:
+        most_tokens: Of each answer, which are as long; one of :data:`MOST_TOKENS`.
+    """
+    return dict(zip(QUESTIONS, _plain_answers()[MOST_TOKENS.index(most_tokens)], strict=True))
+
+
+@cache
+def _plain_answers() -> list[list[str]]:
+    with tempfile.TemporaryDirectory() as name:
+        script, given, found = (Path(name) / file for file in ("plain.py", "in.json", "out.json"))
+        script.write_text(PLAIN)
+        given.write_text(json.dumps([QUESTIONS, MOST_TOKENS]))
+        subprocess.run(
+            [sys.executable, str(script), str(tiny_model()), str(given), str(found)],
+            env={**os.environ, **VARIABLES, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            capture_output=True,
+            timeout=200,
+            check=True,
+        )
+        answers: list[list[str]] = json.loads(found.read_text())
     return answers

@@ -35,7 +35,10 @@ from vllm_spec_ext.cli import bench as bench_module
 from vllm_spec_ext.cli import main as main_module
 from vllm_spec_ext.cli.demo_drafters import demo_heads
 from vllm_spec_ext.compat import SUPPORTED
-from vllm_spec_ext.engine.watching.shared_counters import COUNTERS
+from vllm_spec_ext.engine.watching.metric_names import COUNTERS
+from vllm_spec_ext.online.folder import FolderFacts, write_record
+from vllm_spec_ext.online.versions import write_version
+from vllm_spec_ext.options import OnlineOptions
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import OverlayPool, save_overlay
 
 pytestmark = [
@@ -114,6 +117,7 @@ def test_vllm_spec(
         build = ["corpus", "build", "--tokenizer", model_folder(), "--input", "chats.jsonl"]
         with pytest.raises(SystemExit):
             main_module.main([*build, "--out", words[3]])
+    make_online_folder(tmp_path / "learned")
     for name in ("result.json", "before.json", "after.json"):
         (tmp_path / name).write_text(json.dumps(made_up_result()))
     (tmp_path / "plan.json").write_text(json.dumps(MADE_UP_PLAN))
@@ -132,8 +136,10 @@ def test_vllm_spec(
     monkeypatch.setattr("vllm_spec_ext.training.nar.trainer.train_nar", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.plan.measure_drafts", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.top.fetch", stop)
+    monkeypatch.setattr("vllm_spec_ext.online.trainer.run_trainer", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.doctor.node_checks", lambda address: [])
     monkeypatch.setattr("vllm_spec_ext.cli.plan.record_method", stop)
+    monkeypatch.setattr("vllm_spec_ext.bench.drafter_session.measure", stop)
     with pytest.raises(SystemExit) as ended:
         main_module.main(words[1:])
     assert ended.value.code == 0, capsys.readouterr().err
@@ -152,6 +158,15 @@ MADE_UP_PLAN = {  # what `plan --json` writes
         for batch in (1, 16)
     ],
 }
+
+
+def make_online_folder(folder: Path) -> None:
+    """As a server with `online` leaves it."""
+    folder.mkdir()
+    facts = {"method": "blockwise", "target": MODEL, "drafter": "own", "vocab_size": 9}
+    options = OnlineOptions(folder=str(folder))
+    write_record(folder, FolderFacts(**facts, options=options))
+    write_version(folder, 0, {"config.json": b"{}"}, "own")
 
 
 def made_up_result() -> dict[str, Any]:

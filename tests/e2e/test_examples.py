@@ -26,8 +26,14 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]
 
-OWN_DRAFTS = ["examples/token_tree_offline.py", "examples/cascade_offline.py"]
+OWN_DRAFTS = [
+    "examples/token_tree_offline.py",
+    "examples/cascade_offline.py",
+    "examples/triforce_offline.py",
+]
 """Without a draft model the target drafts for itself."""
+
+ONLINE = "examples/online_learning.py"
 
 ON_RAY = ["examples/ray_batch.py", "examples/ray_serve.py"]
 """Run by test_ray_batch.py and test_ray_serve.py."""
@@ -59,7 +65,7 @@ if __name__ == "__main__":
 
 def test_every_example_is_run_and_short() -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
-    run_here = {*OFFLINE_EXAMPLES, *SERVED, *OWN_DRAFTS, *ON_RAY}
+    run_here = {*OFFLINE_EXAMPLES, *SERVED, *OWN_DRAFTS, *ON_RAY, ONLINE}
     assert files == run_here | {"examples/custom_proposer/repeat_proposer.py"}
     assert all(len((ROOT / name).read_text().splitlines()) < 60 for name in files)
 
@@ -76,8 +82,8 @@ def test_generate_example_copies() -> None:
     assert "24 oak chairs" in str(found["out"])
 
 
-@pytest.mark.parametrize("name", OWN_DRAFTS)
-def test_examples_accept_what_the_model_drafts_for_itself(name: str) -> None:
+def lines_of(name: str) -> list[str]:
+    """What an example prints that is run by itself."""
     done = subprocess.run(
         [sys.executable, str(ROOT / name), model_folder()],
         capture_output=True,
@@ -87,10 +93,22 @@ def test_examples_accept_what_the_model_drafts_for_itself(name: str) -> None:
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.endswith("tokens were accepted")]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", OWN_DRAFTS)
+def test_examples_accept_what_the_model_drafts_for_itself(name: str) -> None:
+    lines = lines_of(name)
+    (line,) = [line for line in lines if line.endswith("tokens were accepted")]
     words = line.split()  # vLLM's log may come behind it
     num_tokens, num_accepted, num_drafted = int(words[0]), int(words[2]), int(words[4])
     assert 0.5 * num_tokens < num_accepted <= num_drafted
+
+
+def test_online_example() -> None:
+    (line,) = [line for line in lines_of(ONLINE) if line.startswith("versions ")]
+    assert line.startswith("versions v00000000, v00000001")
+    assert line.endswith("the same text: True")
 
 
 def test_streaming_example() -> None:

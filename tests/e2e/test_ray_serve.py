@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two replicas behind Ray Serve, by the example: streams, sessions, a killed replica, metrics."""
+"""Two replicas by `serve run`, which the example calls: streams, a killed replica, metrics."""
 
 import asyncio
 import importlib.util
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ import pytest
 from fenced_blocks import ROOT
 from published_runs import vllm_spec
 from ray_cluster import (
+    QUESTIONS,
+    SOURCE,
     VARIABLES,
     Cluster,
     free_port,
     plain_answers,
-    ray_cluster,
+    ray_node,
+    shared_cluster,
     tiny_model,
 )
 
@@ -34,20 +37,30 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[data,serve]"),
 ]
 
-NUM_STREAMS = 64
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-SOURCE = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
+MOST_TOKENS = 192
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with ray_cluster() as started:
-        yield started
+def cluster() -> Cluster:
+    return shared_cluster()
+
+
+def replicas_shown(cluster: Cluster) -> set[str]:
+    """The names by which ``top`` tells replicas apart."""
+    shown = vllm_spec("top", "--url", cluster.metrics_url, "--once", variables=VARIABLES)
+    return set(re.findall(r"^\| input_copy \(exact\) (\w+) \|", shown.stdout, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def shown_before(cluster: Cluster) -> set[str]:
+    """Replicas of other tests on this cluster: Ray tells of them for a while when they are gone."""
+    return replicas_shown(cluster)
 
 
 @pytest.fixture(scope="module")
 def served(
-    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+    cluster: Cluster, shown_before: set[str], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, subprocess.CompletedProcess[str]]:
     """The address of the app, and what the example said."""
     folder, port = tmp_path_factory.mktemp("serve"), free_port()
@@ -58,26 +71,19 @@ def served(
         small = ["max_model_len: 256", "dtype: float32"]
         text = text.replace("max_model_len: 1024", f"\n{' ' * 12}".join(small))
         text = text.replace("{method: input_copy", "{adaptive_length: false, method: input_copy")
+        source = f"model_id: {MODEL}\n{' ' * 12}model_source: {tiny_model()}"
+        text = text.replace(f"model_id: {MODEL}", source)
         (folder / name).write_text(text)
-    words = [sys.executable, str(folder / "ray_serve.py"), str(tiny_model())]
+    programs = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"  # `serve`
     done = subprocess.run(
-        words,
-        env=cluster.environment,
+        [sys.executable, str(folder / "ray_serve.py")],
+        env={**cluster.environment, "PATH": programs},
         capture_output=True,
         text=True,
         timeout=400,
         check=False,
     )
     return f"http://localhost:{port}", done
-
-
-def test_the_file_is_one_for_serve_run() -> None:
-    import yaml
-    from ray.serve.schema import ServeDeploySchema
-
-    given = yaml.safe_load((ROOT / "examples/serve_config.yaml").read_text())
-    (app,) = ServeDeploySchema.model_validate(given).applications
-    assert app.import_path == "ray.serve.llm:build_openai_app"
 
 
 @dataclass
@@ -87,10 +93,6 @@ class Outcome:
     text: str = ""
     finish: str | None = None
     status: int = 200
-
-
-def question(number: int) -> str:
-    return f"{number}: {SOURCE[number % 20 :]}"
 
 
 async def ask_all(
@@ -114,7 +116,7 @@ async def ask_all(
         try:
             stream = await client.chat.completions.create(
                 model=MODEL,
-                messages=[{"role": "user", "content": question(number)}],
+                messages=[{"role": "user", "content": QUESTIONS[number]}],
                 temperature=0,
                 max_tokens=most_tokens,
                 stream=True,
@@ -133,7 +135,7 @@ async def ask_all(
         return outcome
 
     async with client:
-        return await asyncio.gather(*(ask(number) for number in range(NUM_STREAMS)))
+        return await asyncio.gather(*(ask(number) for number in range(len(QUESTIONS))))
 
 
 def replicas(cluster: Cluster) -> list[int]:
@@ -148,44 +150,51 @@ def test_the_example(served: tuple[str, subprocess.CompletedProcess[str]]) -> No
 
 
 @pytest.mark.timeout(600)
-def test_64_streams_get_the_text_of_plain_decoding(served: tuple[str, Any], tmp_path: Path) -> None:
-    found = asyncio.run(ask_all(served[0], 32))
+def test_64_streams_get_the_text_of_plain_decoding(served: tuple[str, Any]) -> None:
+    found = asyncio.run(ask_all(served[0], MOST_TOKENS))
     assert {outcome.finish for outcome in found} == {"length"}
-    expected = plain_answers([question(i) for i in range(NUM_STREAMS)], 32, tmp_path)
-    assert [outcome.text for outcome in found] == expected
+    assert [outcome.text for outcome in found] == list(plain_answers(MOST_TOKENS).values())
 
 
-def test_doctor_looks_at_the_nodes(cluster: Cluster) -> None:
-    shown = vllm_spec("doctor", "--ray", cluster.address, variables=VARIABLES)
-    assert re.search(r"^ok +node [\d.]+: vllm-spec-ext ", shown.stdout, re.MULTILINE), shown
+@pytest.mark.timeout(200)
+def test_doctor_looks_at_every_node(cluster: Cluster) -> None:
+    with ray_node(cluster, "127.0.0.2", VLLM_PLUGINS="other"):
+        end, stdout = time.monotonic() + 120, ""
+        while "node 127.0.0.2" not in stdout and time.monotonic() < end:
+            shown = vllm_spec("doctor", "--ray", cluster.address, variables=VARIABLES)
+            stdout = shown.stdout
+    assert re.search(r"^ok +node [\d.]+: vllm-spec-ext ", stdout, re.MULTILINE), shown
+    assert re.search(r"^broken +node 127.0.0.2: .*'other' leaves out", stdout, re.MULTILINE), shown
+    assert shown.returncode == 1
 
 
-def test_top_shows_each_replica(served: tuple[str, Any], cluster: Cluster) -> None:
+@pytest.mark.usefixtures("served")
+def test_top_shows_each_replica(cluster: Cluster, shown_before: set[str]) -> None:
     end = time.monotonic() + 60  # Ray collects metrics every ten seconds
-    while time.monotonic() < end:
-        shown = vllm_spec("top", "--url", cluster.metrics_url, "--once", variables=VARIABLES)
-        if shown.stdout.count("input_copy (exact)") == 2:
-            break
+    new: set[str] = set()
+    while len(new) < 2 and time.monotonic() < end:
+        new = replicas_shown(cluster) - shown_before
         time.sleep(2)
-    assert shown.stdout.count("input_copy (exact)") == 2, shown.stdout + shown.stderr
+    assert len(new) == 2, new
 
 
 @pytest.mark.timeout(600)
 def test_a_replica_dies_under_load(served: tuple[str, Any], cluster: Cluster) -> None:
-    expected = asyncio.run(ask_all(served[0], 192))
+    expected = plain_answers(MOST_TOKENS).values()
     before = replicas(cluster)
     assert len(before) == 2
-    found = asyncio.run(ask_all(served[0], 192, lambda: os.kill(before[0], signal.SIGKILL)))
+    found = asyncio.run(ask_all(served[0], MOST_TOKENS, lambda: os.kill(before[0], signal.SIGKILL)))
     # None hangs. A stream that had begun ends early, without a reason; the others get their text
     # or a 5xx.
     for whole, outcome in zip(expected, found, strict=True):
-        assert whole.text.startswith(outcome.text)
+        assert whole.startswith(outcome.text)
         assert outcome.status == 200 or outcome.status // 100 == 5
-        assert (outcome.finish == "length") == (outcome.text == whole.text)
+        assert (outcome.finish == "length") == (outcome.text == whole)
     complete = [outcome for outcome in found if outcome.finish]
-    assert NUM_STREAMS / 4 < len(complete) < NUM_STREAMS
+    assert len(QUESTIONS) / 4 < len(complete) < len(QUESTIONS)
+    # The dead process may be listed for a while, so a new one is waited for, not a number of them.
     end = time.monotonic() + 300
-    while len(replicas(cluster)) < 2 and time.monotonic() < end:
+    while not set(replicas(cluster)) - set(before) and time.monotonic() < end:
         time.sleep(0.5)
     assert len(set(replicas(cluster)) - set(before)) == 1
     again = asyncio.run(ask_all(served[0], 16))

@@ -39,9 +39,11 @@ pytestmark = [
 NUM_REQUESTS = 64
 START_S = 240
 NAME = "small"
+GENERATED = "vllm:generation_tokens_total"
 SPECULATIVE = '{"method": "input_copy", "num_speculative_tokens": 6}'
 # Without the draft budget: on a busy machine its clock may hold all drafts of a short test back.
 ALWAYS_DRAFTS = '{"method": "input_copy", "num_speculative_tokens": 6, "adaptive_length": false}'
+TWO = ("--api-server-count", "2")
 SERVER_ARGUMENTS = [
     *("--served-model-name", NAME, "--dtype", "float32", "--enforce-eager"),
     *("--max-model-len", "384", "--max-num-seqs", str(NUM_REQUESTS)),
@@ -147,16 +149,20 @@ async def ask_all(url: str) -> Answers:
 
     async with client:
         results = await asyncio.gather(*(ask(i) for i in range(NUM_REQUESTS)))
-    return Answers([text for text, _ in results], [used for _, used in results], counters(url))
+    texts, used = [text for text, _ in results], [used for _, used in results]
+    end = time.monotonic() + 10  # several API servers: one may not have written its part yet
+    while (found := counters(url)).get(GENERATED) != sum(used) and time.monotonic() < end:
+        await asyncio.sleep(0.1)
+    return Answers(texts, used, found)
 
 
 def counters(url: str) -> dict[str, float]:
-    """Prometheus counters of vLLM, summed over their labels."""
+    """Prometheus counters of vLLM and ours, summed over their labels."""
     import httpx
 
     found: dict[str, float] = {}
     for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
-        match = re.match(r"(vllm:\w+_total)(?:\{[^}]*\})? ([-+.\deE]+)$", line)
+        match = re.match(r"((?:vllm|spec_ext):\w+_total)(?:\{[^}]*\})? ([-+.\deE]+)$", line)
         if match:
             found[match[1]] = found.get(match[1], 0.0) + float(match[2])
     return found
@@ -171,9 +177,12 @@ def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 @pytest.fixture(scope="module")
 def server(plain: Answers, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Started after the plain server is gone: two would not fit into the memory of small hosts."""
+    """Started after the plain server is gone: two would not fit into the memory of small hosts.
+
+    Two processes take its requests, so that what each is told of the engine must add up.
+    """
     log = tmp_path_factory.mktemp("ours") / "server.log"
-    with serving(model, log, "--speculative-config", ALWAYS_DRAFTS) as url:
+    with serving(model, log, *TWO, "--speculative-config", ALWAYS_DRAFTS) as url:
         yield url
     assert "Traceback" not in log.read_text()
 
@@ -185,8 +194,8 @@ def test_64_streams_get_the_same_text_and_the_counters_agree(server: str, plain:
     assert ours.num_tokens == plain.num_tokens
     assert all(ours.num_tokens)
     total = sum(ours.num_tokens)
-    assert ours.counters["vllm:generation_tokens_total"] == total
-    assert plain.counters["vllm:generation_tokens_total"] == total
+    assert ours.counters[GENERATED] == total
+    assert plain.counters[GENERATED] == total
     drafts = ours.counters["vllm:spec_decode_num_drafts_total"]
     drafted = ours.counters["vllm:spec_decode_num_draft_tokens_total"]
     accepted = ours.counters["vllm:spec_decode_num_accepted_tokens_total"]
@@ -194,6 +203,9 @@ def test_64_streams_get_the_same_text_and_the_counters_agree(server: str, plain:
     assert NUM_REQUESTS / 2 < drafts <= drafted <= 6 * drafts
     assert 0 < accepted <= drafted
     assert accepted == per_position
+    # Counted by the worker, told to one of the two API servers step by step.
+    assert ours.counters["spec_ext:accepted_nodes_total"] == accepted
+    assert ours.counters["spec_ext:verified_nodes_total"] == drafted
     # Every draft also gives its own token, and the first token of each answer has no draft; only
     # tokens behind a stop token are accepted and not returned.
     assert accepted + drafts <= total - NUM_REQUESTS + 6 * NUM_REQUESTS

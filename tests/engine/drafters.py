@@ -131,6 +131,45 @@ def _hide_in_tree(right: list[int], room: int, branches: int, rng: random.Random
 
 
 @proposer(
+    "branches",
+    summary="Test drafter whose drafts all have the same form.",
+    options=OracleOptions,
+    request_options=OracleRequest,
+    num_speculative_tokens=16,
+    tree=True,
+)
+class Branches(BaseProposer):
+    """As many chains side by side as it is told, each equally long; the last one is right.
+
+    But every third token of it is wrong, so that some of it is accepted.
+    """
+
+    options: OracleOptions
+    num_nodes: int
+
+    def start(self, engine: EngineHandle) -> None:
+        self.num_nodes = engine.num_speculative_tokens
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        return [self._draft(request) for request in step.requests]
+
+    def _draft(self, request: RequestStep) -> Draft:
+        options, branches = request.options, self.options.branches
+        assert isinstance(options, OracleRequest)
+        length, place = self.num_nodes // branches, request.num_output_tokens
+        right = np.array(options.truth[place : place + length], np.int32)
+        if len(right) < length or request.room < self.num_nodes:
+            return EMPTY_DRAFT
+        wrong = (np.arange(length) + place) % 3 == 2
+        right[wrong] = (right[wrong] + 1) % 500
+        others = [(right + 2 + branch) % 500 for branch in range(branches - 1)]
+        tokens = np.concatenate([*others, right]).astype(np.int32)
+        parents = np.arange(-1, self.num_nodes - 1, dtype=np.int32)
+        parents[::length] = -1
+        return Draft(tokens, parents if branches > 1 else None)
+
+
+@proposer(
     "noise",
     summary="Test drafter that is always wrong.",
     options=SteadyOptions,

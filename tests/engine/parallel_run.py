@@ -26,6 +26,18 @@ def random_state(worker: Any) -> int:
     return crc32(torch.get_rng_state().numpy().tobytes())
 
 
+def version_steps(worker: Any) -> list[float]:
+    """Requests' steps of the version in use and of the weights of the start; none elsewhere."""
+    online = worker.model_runner.drafter.online
+    return [] if online is None else [online._trial.serving.count, online._trial.guard.count]
+
+
+def verdicts(worker: Any) -> list[str]:
+    """Why versions were kept or not; none elsewhere."""
+    online = worker.model_runner.drafter.online
+    return [] if online is None else [verdict.reason for verdict in online.state.verdicts]
+
+
 def main() -> None:
     """One engine; its scenarios, and what its ranks say of themselves."""
     given = json.load(sys.stdin)
@@ -43,6 +55,10 @@ def main() -> None:
     found["timed"] = [len(stats["propose_us"]) for stats in engine.collective_rpc("spec_ext_stats")]
     run(engine, SAMPLED)
     found["random"] = engine.collective_rpc(random_state)
+    found["version_steps"] = [
+        count for counts in engine.collective_rpc(version_steps) for count in counts
+    ]
+    found["verdicts"] = [reason for each in engine.collective_rpc(verdicts) for reason in each]
     engine.collective_rpc("spec_ext_reset")
     found["again"] = tokens(run(engine, SCENARIOS["mixed_lengths"]))
     Path(given["results"]).write_text(json.dumps(found))

@@ -63,7 +63,7 @@ def method(**options: Any) -> dict[str, Any]:
         (method(num_speculative_tokens=129), SpecExtError, "found 129, expected 1 to 128"),
         (method(num_speculative_tokens="8"), SpecExtError, "found '8', expected an integer"),
         (method(num_speculative_tokens=True), SpecExtError, "found True, expected an integer"),
-        (method(rejection_sample_method="block"), SpecExtError, "V2 model runner only"),
+        (method(rejection_sample_method="block"), SpecExtError, "its own drafters only"),
     ],
 )
 def test_bad_settings(
@@ -126,6 +126,9 @@ def test_a_proposer_without_a_default_length(
         ({"async_scheduling": True}, "leave --async-scheduling out"),
         ({"runner": "pooling"}, "runner type 'pooling'"),
         ({"logits_processors": ["my:Processor"]}, "custom logits processors"),
+        ({"watermark_config": {"algorithm": "gumbel", "key": 1}}, "--watermark-config"),
+        ({"return_sampling_mask": True}, "return_sampling_mask"),
+        ({"enable_trace_replay": True}, "--enable-trace-replay"),
     ],
 )
 def test_what_our_methods_do_not_work_with(

@@ -3,25 +3,23 @@
 
 from typing import Any
 
+import pytest
 from generation import run, tokens
 from scenarios import PROMPTS, Scenario
 from test_greedy_identity import runner_of
-
-from vllm_spec_ext.engine.watching.shared_counters import COUNTERS
+from worker_counts import kept_counts
 
 SCENARIO = Scenario([{"max_tokens": 60, "ignore_eos": True}], PROMPTS[:1])
 NOISE = {"method": "noise", "num_speculative_tokens": 8}
 
 
-def counted(runner: Any, name: str) -> float:
-    """What the worker counted."""
-    return float(runner.drafter._counters._values[list(COUNTERS).index(name)])
-
-
-def test_a_fresh_engine_decodes_plainly_first_and_counts_drafting(make_engine: Any) -> None:
+def test_a_fresh_engine_decodes_plainly_first_and_counts_drafting(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = tokens(run(make_engine(), SCENARIO))
     engine = make_engine(speculative_config={**NOISE, "adaptive_length": True})
     runner = runner_of(engine)
+    counted = kept_counts(runner, monkeypatch)
     rooms: list[int] = []
     shadows: list[bool] = []
     draft = runner.drafter.draft
@@ -36,11 +34,12 @@ def test_a_fresh_engine_decodes_plainly_first_and_counts_drafting(make_engine: A
     assert tokens(run(engine, SCENARIO, truths)) == expected
     assert rooms[:3] == [0, 0, 0]
     assert shadows[:4] == [False, False, False, True]
-    assert counted(runner, "shadow_nodes") >= 1
+    found = counted()["counts"]
+    assert found["shadow_nodes"] >= 1
     assert not runner.step_drafts._shadows  # the request is gone
     assert not runner.step_drafts.budget.costs.needs_plain(1)
     assert runner.step_drafts.budget._drafting or not any(rooms)
-    assert counted(runner, "held_back") >= 3
+    assert found["held_back"] >= 3
 
 
 def test_switched_off_nothing_is_held_back(make_engine: Any) -> None:
@@ -60,3 +59,39 @@ def test_a_prompt_in_pieces_with_nothing_beside_it(make_engine: Any) -> None:
     engine = make_engine(speculative_config={**NOISE, "adaptive_length": True}, **pieces)
     for _ in range(2):  # the second time costs are known
         assert tokens(run(engine, alone, [outputs[0] for outputs in expected])) == expected
+
+
+def test_where_drafts_lose_time_a_proposer_reads_tokens_later_and_misses_none(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = Scenario([{"max_tokens": 100, "ignore_eos": True}], PROMPTS[:2])
+    expected = tokens(run(make_engine(), scenario))
+    engine = make_engine(speculative_config={**NOISE, "adaptive_length": True})
+    runner = runner_of(engine)
+    read: dict[str, list[int]] = {}
+    told: dict[str, list[tuple[int, int]]] = {}
+    draft = runner.drafter.draft
+
+    def watched(step: Any, outcomes: Any, known: Any, is_shadow: bool) -> Any:
+        for request in step.requests:
+            read.setdefault(request.request_id, []).extend(request.new_tokens)
+            told.setdefault(request.request_id, []).append(
+                (request.num_steps, len(request.new_tokens))
+            )
+        return draft(step, outcomes, known, is_shadow)
+
+    runner.drafter.draft = watched
+    truths = [outputs[0] for outputs in expected]
+    counted = kept_counts(runner, monkeypatch)
+    assert tokens(run(engine, scenario, truths)) == expected
+    for seen, truth in zip(read.values(), truths, strict=True):
+        assert seen == truth[: len(seen)]
+        assert len(seen) > len(truth) - 9  # the end of an answer may stay unread
+    for steps in told.values():
+        assert 1 < max(num_steps for num_steps, _ in steps) <= 8
+        assert all(num_steps == num_tokens for num_steps, num_tokens in steps if num_steps > 1)
+    emitted = counted()["counts"]["emitted_tokens"]
+    assert emitted == sum(len(seen) - 1 for seen in read.values())
+    gone = set(read)
+    run(engine, SCENARIO, truths[:1])  # whose first step says that they are
+    assert not gone & runner.step_drafts._unread._tokens.keys()

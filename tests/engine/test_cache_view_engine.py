@@ -33,14 +33,17 @@ from scenarios import (
 from test_bad_input import start
 from test_greedy_identity import runner_of
 from test_streaming_input import Session
+from tiny_engine import ARGUMENTS
+from worker_counts import kept_counts
 
+from vllm_spec_ext.engine.models.memory_check import block_bytes
 from vllm_spec_ext.engine.views.known_pages import KnownPages
 from vllm_spec_ext.engine.views.layer_tables import LayerTables
 from vllm_spec_ext.engine.views.page_means import columns_of_keys
 from vllm_spec_ext.engine.views.target_view import HostedView
 from vllm_spec_ext.engine.views.view_binding import check_layers, depth_of
 from vllm_spec_ext.engine.views.view_host import ViewHost
-from vllm_spec_ext.engine.watching.model_counters import model_readings
+from vllm_spec_ext.engine.views.view_memory import ViewMemory
 from vllm_spec_ext.errors import UnsupportedError
 from vllm_spec_ext.proposers.base import StepOutcome
 from vllm_spec_ext.proposers.cache_view import CacheView
@@ -373,11 +376,13 @@ def test_same_tokens_where_clocks_decide(
     assert view.counts.forwards > 0
 
 
-def test_passes_are_counted_for_the_front_end(engines: Any, expected_long: Any) -> None:
+def test_passes_are_counted_for_the_front_end(
+    engines: Any, expected_long: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engines("stream", engine=LONG_SIZES)
+    counted = kept_counts(runner_of(engine), monkeypatch)
     run(engine, LONG)
-    folder = runner_of(engine).speculative_config.spec_ext.counter_folder
-    forwards, rows, seconds = model_readings([folder], 0)
+    ((forwards, rows, seconds),) = counted()["models"].values()
     assert rows >= forwards > 20
     assert seconds > 0
 
@@ -493,7 +498,29 @@ def test_layers_are_in_the_order_of_the_model() -> None:
 
 
 def test_means_have_their_part_of_the_memory() -> None:
+    """By arithmetic."""
     chooses, streams = ViewHost([ViewSpec("a")]), ViewHost([ViewSpec("b", "stream")])
     chooses._block_size = 16
     assert chooses.without_means(33_000) == 32_000
     assert streams.without_means(33_000) == 33_000
+
+
+@pytest.mark.parametrize(("name", "share_of_layers"), [("retrieval", 1.0), ("dense", 2 / 3)])
+def test_memory_of_a_token_is_what_arithmetic_says(
+    name: str, share_of_layers: float, engines: Any
+) -> None:
+    """As allocated: KV and means together fill what the engine was given, and not more."""
+    given = ARGUMENTS["kv_cache_memory_bytes"]
+    engine = engines(name)
+    memory = ViewMemory.of(runner_of(engine).drafter.views.paged)
+    config = engine.llm_engine.vllm_config
+    kv_of_token = block_bytes(config.model_config, config.parallel_config, 1)
+    assert memory.kv_of_token == kv_of_token
+    assert memory.means_of_token == pytest.approx(share_of_layers * kv_of_token / (2 * 32))
+    assert given - 2 * 32 * kv_of_token < memory.kv * (1 + 1 / 64) <= given
+    (view,) = runner_of(engine).drafter.views.views
+    num_layers = round(3 * share_of_layers)
+    assert memory.choices == 8 * view.budget.num_chosen * num_layers * ARGUMENTS["max_num_seqs"]
+    streams = ViewMemory.of(runner_of(engines("stream")).drafter.views.paged)
+    assert streams.means == streams.choices == 0
+    assert streams.num_tokens > memory.num_tokens

@@ -17,10 +17,10 @@ ARRIVES = """
 import pickle, sys
 config = pickle.load(open(sys.argv[1], "rb"))
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm_spec_ext.engine.watching.metrics import _collector
+from vllm.v1.metrics.loggers import StatLoggerManager
 settings = config.speculative_config.spec_ext
 assert InputProcessor.process_inputs._spec_ext_wrapped
-assert _collector()._folders == {("input_copy", "exact"): [settings.counter_folder]}
+assert StatLoggerManager.__init__._spec_ext_wrapped
 print(settings.method, settings.options.max_ngram, config.parallel_config.worker_cls)
 """
 
@@ -41,19 +41,18 @@ def test_building_twice_gives_the_same_and_leaves_nothing(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     one, two = (build().speculative_config for _ in range(2))
     assert list(tmp_path.iterdir()) == []
-    same = {"counter_key": None}
-    assert one.spec_ext.model_copy(update=same) == two.spec_ext.model_copy(update=same)
+    assert one.spec_ext == two.spec_ext
     assert (one.draft_models, one.cache_views) == (two.draft_models, two.cache_views)
 
 
-def test_a_copy_is_equal_and_registers_nothing_twice(build: Any) -> None:
-    from vllm_spec_ext.engine.watching.metrics import _collector
+def test_a_copy_is_equal_and_wraps_nothing_twice(build: Any) -> None:
+    from vllm.v1.metrics.loggers import StatLoggerManager
 
     config = build().speculative_config
+    wrapped = StatLoggerManager.__init__
     copied = copy.deepcopy(config)
     assert copied.spec_ext == config.spec_ext
-    folders = _collector()._folders["input_copy", "exact"]
-    assert folders.count(config.spec_ext.counter_folder) == 1
+    assert StatLoggerManager.__init__ is wrapped
 
 
 def test_it_arrives_in_a_process_with_the_package(build: Any, tmp_path: Path) -> None:

@@ -170,9 +170,10 @@ def stand_in(**changes: Any) -> Any:
     )
     return SimpleNamespace(
         attn_groups=[[group] * parts["num_groups"]],
-        uses_mrope=parts["uses_mrope"],
         model_config=SimpleNamespace(
-            rswa_window=parts["rswa_window"], is_mm_prefix_lm=parts["mm_prefix"]
+            rswa_window=parts["rswa_window"],
+            is_mm_prefix_lm=parts["mm_prefix"],
+            uses_mrope=parts["uses_mrope"],
         ),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=parts["fast_prefill"]),
         parallel_config=SimpleNamespace(use_ubatching=parts["use_ubatching"]),

@@ -4,7 +4,9 @@
 And the machinery that makes it so is needed: with each part of it taken out, the output changes.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from vllm_spec_ext.engine.drafting import drafter as drafter_module
 from vllm_spec_ext.engine.drafting import step_drafts
 from vllm_spec_ext.engine.trees import attention as tree_attention
 from vllm_spec_ext.engine.trees.plan import RequestRows, TreePlan, build_plan
+from vllm_spec_ext.errors import SpecExtError
 
 TREE = {"method": "oracle", "num_speculative_tokens": 12, "branches": 4}
 TOLERANCE = 2e-4  # of a log-probability in float32: sums in another order, nothing else
@@ -139,8 +142,8 @@ def no_ancestor_writes(engine: Any, patch: pytest.MonkeyPatch) -> None:
     attention = runner_of(engine).tree_attention
     begin = attention.begin
 
-    def begin_without(plan: TreePlan) -> None:
-        begin(plan)
+    def begin_without(*tensors: Any) -> None:
+        begin(*tensors)
         attention._shared = None
 
     patch.setattr(attention, "begin", begin_without)
@@ -223,3 +226,25 @@ def test_engine_with_few_scratch_blocks(
     attention = runner_of(engine).tree_attention
     assert (attention is None) == (num_blocks == 0)
     assert tokens(run(engine, SCENARIO, truths(expected))) == expected
+
+
+def test_memory_that_scratch_blocks_use_up(
+    make_engine: Any, tiny_model: Path, expected: Any
+) -> None:
+    """It is said how much is needed, and with that much a request of the full length runs."""
+
+    def start(num_bytes: int) -> Any:
+        config = {**TREE, "wrong": 0.15}
+        sizes = {"max_model_len": ROOMY, "kv_cache_memory_bytes": num_bytes}
+        return make_engine(speculative_config=config, **sizes)
+
+    with pytest.raises(SpecExtError, match="beside what drafts need") as refused:
+        start(2 << 20)
+    found = re.search(r"expected at least (\d+)", str(refused.value))
+    assert found is not None
+    needed = int(found[1])
+    with pytest.raises(SpecExtError, match=f"found {needed - 1} bytes, expected at least {needed}"):
+        start(needed - 1)
+    longest = Scenario([{"max_tokens": ROOMY, "ignore_eos": True}], PROMPTS[:1])
+    (out,) = run(start(needed), longest, [expected[0][0]])
+    assert len(out.prompt_token_ids) + len(out.outputs[0].token_ids) == ROOMY

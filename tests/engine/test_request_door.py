@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from generation import sampling_params
+from test_greedy_identity import runner_of
 
 from vllm_spec_ext.engine.requests.options import ResolvedOptions
 
@@ -43,6 +44,16 @@ def test_what_went_around_the_front_end_runs_with_defaults(
     # Options that look resolved are not looked at again before the worker.
     assert ask(engine, {"spec_ext": ResolvedOptions(options)}) == plain
     assert ask(engine, {"spec_ext": ResolvedOptions(options), "eta_cutoff": "x"}) == plain
+
+
+def test_a_request_that_wants_no_drafts_gets_none(make_engine: Any) -> None:
+    """Whatever the method: this one looks at no option."""
+    engine = make_engine(speculative_config={"method": "fixed", "num_speculative_tokens": 4})
+    outcomes = runner_of(engine).drafter._proposer.outcomes
+    plain = ask(engine, {"spec_ext": {"tokens": [7, 8, 9], "enabled": False}})
+    assert not any(outcome.num_drafted for outcome in outcomes)
+    assert ask(engine, {"spec_ext": {"tokens": [7, 8, 9]}}) == plain
+    assert any(outcome.num_drafted for outcome in outcomes)
 
 
 class FakeServer:

@@ -9,7 +9,7 @@ from generation import sampling_params
 
 from vllm_spec_ext.engine.requests.options import GROUP_KEY, share_group
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.candidates import calibration
+from vllm_spec_ext.proposers.candidates import calibration, path_trust
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and the dog"
 COPY = {"method": "input_copy", "num_speculative_tokens": 16, "adaptive_length": False}
@@ -41,6 +41,7 @@ def test_a_salt_separates_and_a_common_salt_helps(
 ) -> None:
     # How much the sources of `auto` are worth is learned from all; it is no text of anybody's.
     monkeypatch.setattr(calibration, "_RATE", 0.0)
+    monkeypatch.setattr(path_trust, "_RATE", 0.0)
     engine = make_engine(speculative_config=method)
     alone = fresh(engine, "alice")
     assert answer(engine, "bob") == alone

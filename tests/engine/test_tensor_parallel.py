@@ -11,18 +11,24 @@ from typing import Any
 import pytest
 import torch
 from generation import run, tokens
+from safetensors.torch import load, save
 from save_dflash import HEADS, random_drafter
 from save_drafts import save_draft
 from save_eagle3 import save_eagle3
 from scenarios import SCENARIOS
 from test_blockwise_engine import save_random_heads
 
+from vllm_spec_ext.online.folder import EngineState, write_record
+from vllm_spec_ext.online.versions import drafter_hash, write_version
+from vllm_spec_ext.proposers.blockwise.heads import CONFIG_NAME, WEIGHTS_NAME
 from vllm_spec_ext.proposers.nar.layout import NarConfig
 
 METHODS: dict[str, dict[str, Any]] = {
     "chain": {"method": "input_copy", "num_speculative_tokens": 8},
     "tree": {"method": "adaptive_ngram", "num_speculative_tokens": 12, "min_confidence": 0.0},
     "heads": {"method": "blockwise", "num_speculative_tokens": 3},
+    "learning_heads": {"method": "blockwise", "num_speculative_tokens": 3},
+    "learning_model": {"method": "small_model", "num_speculative_tokens": 3},
     "drawn_heads": {"method": "blockwise", "num_speculative_tokens": 3, "draw": True},
     "block": {"method": "nar", "num_speculative_tokens": 12, "tree": True},
     "cascade": {
@@ -66,6 +72,11 @@ def found(
     if config["method"] == "blockwise":
         vocab = [40, 42, 44]  # those of the scenario "few_tokens"
         config["model"] = str(save_random_heads(folder / "heads", vocab, copy_match=4))
+    if request.param == "learning_heads":
+        config["online"] = two_versions(folder, Path(config["model"]), "w_out")
+    if request.param == "learning_model":
+        config["model"] = str(tiny_model)
+        config["online"] = two_versions(folder, tiny_model, "model.norm.weight")
     if config["method"] == "nar":
         heads = HEADS.model_copy(update={"copy_match": 4})
         extras = NarConfig(
@@ -115,6 +126,20 @@ def found(
     return json.loads(results.read_text())
 
 
+def two_versions(folder: Path, own: Path, turned: str) -> dict[str, Any]:
+    """Options under which a drafter and one with a weight of the other sign take turns."""
+    files = {name: (own / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
+    drafter = drafter_hash(files)
+    weights = load(files[WEIGHTS_NAME])
+    weights[turned] = -weights[turned]
+    learned = folder / "learned"
+    write_version(learned, 0, files, drafter)
+    write_version(learned, 1, {**files, WEIGHTS_NAME: save(weights)}, drafter)
+    write_record(learned, EngineState(serving=1, handled=1))
+    # By this seed the weights of the start have the first turn, the others the second.
+    return {"folder": str(learned), "guard": 0.5, "others": 1.0, "budget": 0.0, "seed": 1}
+
+
 def paths_with_test_methods(folder: Path) -> str:
     """Every process of an engine finds the test drafters like a third party's methods."""
     package = folder / "test_methods-0.dist-info"
@@ -131,6 +156,18 @@ def test_same_tokens_as_one_rank(found: dict[str, Any], plain: dict[str, Any]) -
     for scenario in NAMES:
         assert found[scenario] == plain[scenario], scenario
     assert found["again"] == plain["mixed_lengths"]  # after the proposer was built anew
+
+
+@pytest.mark.parametrize("found", ["learning_heads"], indirect=True)
+def test_versions_take_turns_on_both_ranks(found: dict[str, Any]) -> None:
+    assert min(found["version_steps"]) > 20
+    assert len(found["version_steps"]) == 2
+
+
+@pytest.mark.parametrize("found", ["learning_model"], indirect=True)
+def test_a_worse_version_falls_on_both_ranks(found: dict[str, Any]) -> None:
+    """Of a model, turns are long; a version that gets nothing accepted has no second one."""
+    assert found["verdicts"] == ["fell behind version 0"]
 
 
 def test_one_rank_drafts(found: dict[str, Any]) -> None:

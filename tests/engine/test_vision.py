@@ -125,7 +125,7 @@ def test_trees_fall_back_to_their_first_path_where_positions_are_not_one_number(
 ) -> None:
     def with_rotary_positions(runner: Any) -> str | None:
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "uses_mrope", True)
+            patch.setattr(type(runner.model_config), "uses_mrope", True)
             return unsupported_reason(runner)
 
     monkeypatch.setattr(kv_setup, "unsupported_reason", with_rotary_positions)

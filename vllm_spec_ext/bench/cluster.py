@@ -183,7 +183,9 @@ class _Replica:
                 yield self.wake
                 continue
             decoding = [one for one in self.running if not one.prompt_left]
-            seconds, tokens = costs.decode(max(1, len(decoding)), cluster.mode)
+            # A step that reads prompts alone has no drafts.
+            mode = cluster.mode if decoding else "off"
+            seconds, tokens = costs.decode(max(1, len(decoding)), mode)
             left = cluster.max_num_batched_tokens - len(decoding)
             read: list[tuple[Served, int]] = []
             for one in self.running:

@@ -97,6 +97,14 @@ class EngineClient:
         except SpecExtError as error:  # settings that this method refuses: others may go on
             raise EngineFailed(str(error)) from error
 
+    def check(self, model: str, method: Method, engine_args: Mapping[str, Any]) -> None:
+        """Check a configuration as the engine would, and start none; see ``EngineServer.check``.
+
+        Raises:
+            SpecExtError: The method's options or files are refused.
+        """
+        self._ask("check", model, method, dict(engine_args))
+
     def prepare(self, questions: Sequence[Question], warm_up: int, concurrency: int) -> EngineFacts:
         """Hand over the questions and warm up; SpecExtError if one does not fit the model."""
         return self._ask("prepare", list(questions), warm_up, concurrency)

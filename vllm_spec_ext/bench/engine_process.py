@@ -57,6 +57,16 @@ class EngineServer:
         self.engine: VllmEngine | None = None
         self.questions: Sequence[Question] = ()
 
+    def check(self, model: str, method: Any, engine_args: dict[str, Any]) -> None:
+        """Make the engine's configuration, which reads the drafter's files but no weights.
+
+        Raises:
+            SpecExtError: They are not for this target, or an option is wrong.
+        """
+        from vllm_spec_ext.bench.vllm_engine import check_configuration
+
+        check_configuration(model, method, engine_args)
+
     def start(
         self,
         model: str,
@@ -145,25 +155,29 @@ class EngineServer:
         Returns:
             What :meth:`record` does, and the ``prompt`` and ``output`` token ids of its first turn.
         """
-        records, found = self._recorded([index], 1)
-        prompt = self._started().encode(self.questions[index].opening)
-        return {"prompt": prompt, "output": list(records[0].turns[0].token_ids), **found}
+        found = self.record([index], 1)
+        ((prompt, output),) = found.pop("answers")
+        return {"prompt": prompt, "output": output, **found}
 
     def record(self, indices: Sequence[int], concurrency: int) -> dict[str, Any]:
         """Answer questions, so many at a time, with every draft on record, from a clean state.
 
         Returns:
-            ``steps`` of all requests as the worker records them, and the drafter's ``propose_us``,
-            one entry a step.
+            ``steps`` of all requests as the worker records them, the drafter's ``propose_us``, one
+            entry a step, and ``answers`` as of :meth:`answers`.
         """
-        return self._recorded(indices, concurrency)[1]
+        records, found = self._recorded(indices, concurrency)
+        return {"answers": self._first_turns(records), **found}
 
     def answers(
         self, indices: Sequence[int], concurrency: int
     ) -> list[tuple[list[int], list[int]]]:
         """Token ids of the first prompt of each question and of what the engine answered."""
-        engine = self._started()
         records, _ = self._answer(indices, concurrency, on_answer=self._report)
+        return self._first_turns(records)
+
+    def _first_turns(self, records: Sequence[QuestionRecord]) -> list[tuple[list[int], list[int]]]:
+        engine = self._started()
         prompts = [engine.encode(self.questions[record.index].opening) for record in records]
         return [
             (prompt, list(record.turns[0].token_ids))

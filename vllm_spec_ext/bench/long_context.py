@@ -12,6 +12,7 @@ less than they say, so that 7k leaves room for an answer within 8192 tokens.
 """
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 from vllm_spec_ext.bench import prompts
@@ -33,12 +34,20 @@ _SUFFIXES = (".txt", ".md", ".gz")
 _OWNERS = ("lighthouse", "library", "museum", "bakery", "castle", "railway", "theatre", "school")
 
 
-def needle_questions(count: int, chance: random.Random | None = None) -> list[Question]:
-    """Prompts that ask for a number hidden in them; the same ones unless chance is given."""
+def needle_questions(
+    count: int, chance: random.Random | None = None, *, lengths: Mapping[str, int] = LENGTHS
+) -> list[Question]:
+    """Prompts that ask for a number hidden in them; the same ones unless chance is given.
+
+    Args:
+        count: Prompts; their lengths take turns.
+        chance: Chooses words, numbers and places.
+        lengths: Name and tokens of each length.
+    """
     chance = chance or random.Random(0)
     questions = []
     for i in range(count):
-        name, tokens = list(LENGTHS.items())[i % len(LENGTHS)]
+        name, tokens = list(lengths.items())[i % len(lengths)]
         owner, number = chance.choice(_OWNERS), str(chance.randrange(10_000, 100_000))
         sentences = []
         length = 0
@@ -63,6 +72,7 @@ def document_questions(
     *,
     template: str | None = None,
     chance: random.Random | None = None,
+    lengths: Mapping[str, int] = LENGTHS,
 ) -> list[Question]:
     """Prompts about pieces of text files; the same ones unless chance is given.
 
@@ -72,6 +82,7 @@ def document_questions(
         count: Prompts; their pieces begin at places spread evenly over the text.
         template: Text around each piece, with ``{text}`` where it goes; None asks for a summary.
         chance: Chooses where the pieces begin.
+        lengths: Name and tokens of each length; they take turns.
 
     Raises:
         SpecExtError: No such files, or less text than the longest prompt wants.
@@ -79,7 +90,7 @@ def document_questions(
     template = SUMMARY if template is None else template
     prompts.check_template(template)
     text = "\n\n".join(prompts.read_text(str(path)).strip() for path in _files(source))
-    wanted = round(max(LENGTHS.values()) * _PROSE_CHARACTERS)
+    wanted = round(max(lengths.values()) * _PROSE_CHARACTERS)
     if len(text) < wanted:
         raise SpecExtError(
             f"{source} holds {len(text)} characters of text, expected at least {wanted}, the "
@@ -87,7 +98,7 @@ def document_questions(
         )
     questions = []
     for i in range(count):
-        name, tokens = list(LENGTHS.items())[i % len(LENGTHS)]
+        name, tokens = list(lengths.items())[i % len(lengths)]
         place = i * len(text) // count if chance is None else chance.randrange(len(text))
         message = {
             "role": "user",

@@ -53,6 +53,7 @@ def _section(saved: SavedBench) -> dict[str, Any]:
         "figures": [(title, svg) for title, svg in drawn if svg],
         "notes": [
             *report.acceptance_lines(result.summaries()),
+            *report.slowest_lines(result),
             *report.right_answer_lines(result.summaries()),
             *report.verdict_lines(result),
         ],

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_spec_ext.bench.markdown_table import markdown_table
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.statistics import Spread, Summary
+from vllm_spec_ext.bench.windows import NUM_STEPS
 
 Row = list[str]
 
@@ -98,6 +99,19 @@ def acceptance_lines(summaries: Sequence[Summary]) -> list[str]:
     return lines
 
 
+def slowest_lines(result: BenchResult) -> list[str]:
+    """One line a batch size: how slow each method was in its slowest stretch."""
+    found: dict[int, list[str]] = {}
+    for summary in result.summaries():
+        if summary.slowest is not None:
+            text = f"{summary.method} {number(summary.slowest, 2)}x"
+            found.setdefault(summary.batch_size, []).append(text)
+    return [
+        f"slowest {NUM_STEPS} decoding steps (batch {size}): " + ", ".join(texts)
+        for size, texts in found.items()
+    ]
+
+
 def right_answer_lines(summaries: Sequence[Summary]) -> list[str]:
     """One line a method, where questions say what a right answer holds."""
     return [
@@ -149,6 +163,7 @@ def markdown(result: BenchResult, provenance: Mapping[str, Any]) -> str:
         markdown_table(*by_category(result)),
         markdown_table(*drift_table(result)) if result.drifts else "",
         "\n".join(f"- {line}" for line in acceptance_lines(result.summaries())),
+        "\n".join(f"- {line}" for line in slowest_lines(result)),
         "\n".join(f"- {line}" for line in right_answer_lines(result.summaries())),
         "\n".join(f"- {line}" for line in verdict_lines(result)),
         f"Command: `{provenance['command']}`",

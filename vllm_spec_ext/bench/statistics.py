@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from vllm_spec_ext.bench.prompts import WITHIN_DATASET
 from vllm_spec_ext.bench.records import DraftCounters, EngineRun, QuestionRecord, Run
+from vllm_spec_ext.bench.windows import slowest_window
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Summary:
     divergences: list[Divergence]
     num_expecting: int = 0  # answers to questions that say what a right one holds
     num_right: int = 0
+    slowest: float | None = None  # lowest speed-up over any 200 decoding steps
 
 
 def tokens_per_step(records: Iterable[QuestionRecord], *, prefill: bool) -> float:
@@ -184,7 +186,18 @@ def _summarise(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> S
         divergences=divergences,
         num_expecting=sum(record.right is not None for record in questions),
         num_right=sum(record.right is True for record in questions),
+        slowest=_slowest(pairs, batch_size),
     )
+
+
+def _slowest(pairs: Sequence[tuple[Run, Run]], batch_size: int) -> float | None:
+    """In any repeat; ``None`` for plain decoding itself."""
+    found = [
+        slowest_window(run.result.questions, base.result.questions, batch_size)
+        for run, base in pairs
+        if run.method != base.method
+    ]
+    return min((value for value in found if value is not None), default=None)
 
 
 def _speed_up(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> Spread | None:

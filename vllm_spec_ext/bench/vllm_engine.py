@@ -239,6 +239,18 @@ class VllmEngine:
             raise
 
 
+def check_configuration(model: str, method: Method, engine_args: Mapping[str, Any]) -> None:
+    """Make an engine's configuration, which reads a drafter's files but no weights.
+
+    Raises:
+        SpecExtError: They are not for this target, or an option is wrong.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = dict(engine_args)
+    EngineArgs(model, speculative_config=method.config, **args).create_engine_config()
+
+
 def _is_lossless(method: Method, speculative_config: object) -> bool:
     """Whether the text must be plain decoding's; acceptance rules may relax what drafting keeps."""
     stated = getattr(speculative_config, "lossless", None)

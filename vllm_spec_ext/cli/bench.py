@@ -255,7 +255,11 @@ def show(
         title = "tokens per step (speed-up) by category"
         WholeTable(*report.by_category(result), title=title).print(console)
     summaries = result.summaries()
-    lines = [*report.acceptance_lines(summaries), *report.right_answer_lines(summaries)]
+    lines = [
+        *report.acceptance_lines(summaries),
+        *report.slowest_lines(result),
+        *report.right_answer_lines(summaries),
+    ]
     for line in [*lines, report.caption(result, facts), *report.verdict_lines(result)]:
         console.print(line, markup=False, highlight=False)
 

@@ -15,7 +15,8 @@ A page marks where a table goes; what stands between the two marks is replaced::
     <!-- methods: overview -->
     <!-- end of methods -->
 
-``request options: METHOD`` gives the per-request options instead. ``measured`` reads
+``request options: METHOD`` gives the per-request options instead, ``options: online`` those of
+``online``. ``measured`` reads
 ``measured/FILE.json`` of the same folder, which ``vllm-spec report --summary`` wrote; without a
 method it gives the table of all. ``drafts`` reads what ``vllm-spec plan --drafts ... --json``
 wrote there. ``methods`` lists the built-in methods, see
@@ -38,7 +39,7 @@ from vllm_spec_ext.cli.measured_tables import all_methods_tables, method_table, 
 from vllm_spec_ext.cli.method_docs import methods_table, nav_entries
 from vllm_spec_ext.cli.option_docs import option_docs
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.options import Options
+from vllm_spec_ext.options import OnlineOptions, Options
 from vllm_spec_ext.proposers import registry
 
 END = "<!-- end of options -->"
@@ -81,8 +82,10 @@ def with_tables(page: str, folder: Path, prefix: str = "") -> str:
     """
 
     def table(mark: re.Match[str]) -> str:
-        found = registry.info(mark[2])
-        schema = found.request_options if mark[1] else found.options
+        schema: type[Options] = OnlineOptions
+        if mark[2] != "online":
+            found = registry.info(mark[2])
+            schema = found.request_options if mark[1] else found.options
         head = f"<!-- {mark[1] or ''}options: {mark[2]} -->"
         return f"{head}\n{option_table(schema)}\n{END}"
 

@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_spec_ext import __version__, compat
+from vllm_spec_ext.bench.settings import parse_engine_args
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.environment_checks import Check, run_checks
 from vllm_spec_ext.cli.ray_checks import node_checks, ray_checks
 from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.compat import Hook, HookStatus, Reads, unpacked
-from vllm_spec_ext.errors import IncompatibleVLLMError
+from vllm_spec_ext.errors import IncompatibleVLLMError, SpecExtError
 
 if TYPE_CHECKING:
     from vllm_spec_ext.cli.top import Snapshot
@@ -53,11 +54,71 @@ def doctor(
             help="Look at every node of a running Ray cluster, too: its address, or 'auto'.",
         ),
     ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=JSON",
+            help="Check the trained drafters of a method, and nothing else: whether the first "
+            "tokens of their drafts are accepted as often as their training says, and if not, why.",
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --method: the target.")] = None,
+    prompts_file: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts", help="With --method: JSON Lines file. Default: prompts of this package."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="With --method: prompts to answer. [default: 8]", min=1)
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="With --method: most tokens of an answer. [default: 64]", min=4),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="With --method: as vLLM's option. Default: float32 without a GPU."),
+    ] = None,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="With --method: key=value, another argument of vllm.LLM; repeatable."),
+    ] = None,
+    trials: Annotated[
+        bool,
+        typer.Option(
+            help="With --method: draft for the same answers outside the engine, too, also over "
+            "other layers and states of the target; it tells causes apart.",
+        ),
+    ] = True,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="With --method: keep the engines' logs here.")
+    ] = None,
 ) -> None:
     """Check Python, vLLM, torch, this plugin and the places in vLLM that it relies on.
 
-    Exit status 1 if something is broken.
+    Or, with --method, the drafters that a method was given. Exit status 1 if something is broken.
     """
+    drafter: dict[str, Any] = {
+        "model": model,
+        "prompts": prompts_file,
+        "limit": limit,
+        "max_tokens": max_tokens,
+        "dtype": dtype,
+        "engine_args": parse_engine_args(engine_arg) if engine_arg else None,
+        "log_dir": log_dir,
+    }
+    if method is not None:
+        from vllm_spec_ext.cli.drafter_doctor import check_drafters
+
+        check_drafters(method, **drafter, trials=trials, as_json=as_json)
+        return
+    unused = [name for name, value in drafter.items() if value is not None]
+    if unused:
+        raise SpecExtError(
+            f"{', '.join(unused)}: belong to the check of a drafter; add --method NAME=JSON, or "
+            "leave them out"
+        )
     if source is not None:
         look_at(source, as_json=as_json, all_hooks=all_hooks)
         return

@@ -139,6 +139,10 @@ def _hooks() -> Check:
     wrong = compat.problems(status for status in statuses if status.hook.part == "engine")
     if wrong:
         return Check("hooks", "broken", "; ".join(wrong), compat.PIP_COMMAND)
+    wrong = compat.problems(status for status in statuses if status.hook.part == "v2")
+    if wrong:
+        found = f"engines keep vLLM's V1 model runner: {'; '.join(wrong)}"
+        return Check("hooks", "note", found, compat.PIP_COMMAND)
     wrong = compat.problems(statuses)
     if wrong:
         found = f"only the benchmark and training are affected: {'; '.join(wrong)}"

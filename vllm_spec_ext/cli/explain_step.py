@@ -22,6 +22,7 @@ from vllm_spec_ext.bench.vllm_engine import Sampling
 from vllm_spec_ext.cli.bench import EXIT_FAILED, demo_model
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.simulate import BUDGET, make_points, parse_grid, read_recordings, start
+from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.draw_tree import check_tree, draw_tree, visible
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import parse_options
@@ -61,6 +62,32 @@ class DraftStep:
         return sum(node >= first for node in self.accepted)
 
 
+@dataclass
+class Calibration:
+    """What the proposer expected of tokens, and what was found."""
+
+    nodes: int = 0
+    expected: float = 0.0
+    found: int = 0
+
+
+def calibration(steps: Sequence[DraftStep]) -> dict[str, Calibration]:
+    """Of each source, over these steps; a token counts for all its sources.
+
+    Without sources, of the whole method under its empty name; steps without probabilities are left
+    out.
+    """
+    by_source: dict[str, Calibration] = {}
+    for step in steps:
+        for node, expected in enumerate(step.path_probs):
+            for name in step.sources[node] if step.sources else [""]:
+                one = by_source.setdefault(name, Calibration())
+                one.nodes += 1
+                one.expected += expected
+                one.found += node in step.accepted
+    return dict(sorted(by_source.items(), key=lambda pair: -pair[1].expected))
+
+
 def choose(steps: Sequence[DraftStep], number: int | None) -> int:
     """Index of the step to show.
 
@@ -98,6 +125,8 @@ class _Witness:
         drafts = self.proposer.propose(step)
         for request, draft in zip(step.requests, drafts, strict=True):
             known = len(request.token_ids)
+            if known == len(self.tokens):
+                continue  # it is over, and read for the last time
             self.steps.append(
                 verified_by(draft, self.tokens[known:], self.tokens[max(0, known - 8) : known])
             )
@@ -152,6 +181,24 @@ def rich_tree(step: DraftStep, texts: Sequence[str], root: str, bonus: str) -> T
     last = branches[step.accepted[-1] + 1] if step.accepted else top
     last.add(Text.assemble((visible(bonus), "bold yellow"), ("  the target's own", "yellow")))
     return top
+
+
+def calibration_table(
+    method: str, answer: dict[str, Calibration], step: dict[str, Calibration]
+) -> WholeTable:
+    """Accepted tokens that were expected of each source, and found; in the answer and the step."""
+    headings = ["named by", "tokens", "expected", "found", "expected here", "found here"]
+    rows = [
+        [
+            name or method,
+            f"{one.nodes}",
+            f"{one.expected:.1f}",
+            f"{one.found}",
+            *([f"{step[name].expected:.2f}", f"{step[name].found}"] if name in step else "--"),
+        ]
+        for name, one in answer.items()
+    ]
+    return WholeTable(headings, rows, "accepted tokens, of the whole answer and of this step")
 
 
 def explain_step(
@@ -287,6 +334,7 @@ def show(
             "texts": texts,
             "context_text": tokenizer.decode(step.context),
             "bonus_text": bonus,
+            "calibration": {name: asdict(one) for name, one in calibration(steps).items()},
             **asdict(step),
         }
         print(json.dumps(fields, indent=2))
@@ -297,6 +345,10 @@ def show(
         out.print(rich_tree(step, texts, root, bonus))
         mean = sum(len(some.new_tokens) for some in steps) / len(steps)
         out.print(f"whole answer: {mean:.2f} tokens a step")
+        by_source = calibration(steps)
+        if by_source:
+            here = calibration([step])
+            calibration_table(method, by_source, here).print(out)
     title = f"{method}, {summary}"
     if svg is not None:
         svg.write_text(

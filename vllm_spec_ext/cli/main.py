@@ -66,6 +66,7 @@ COMMANDS = {
     "corpus": _LazyCommand(f"{_CLI}.corpus:corpus_app", "Build and inspect n-gram corpora."),
     "simulate": _LazyCommand(f"{_CLI}.simulate:simulate", "Replay text through a proposer."),
     "train": _LazyCommand(f"{_CLI}.train:train_app", "Train what trained proposers need."),
+    "online": _LazyCommand(f"{_CLI}.online:online_app", "Drafters that learn while they serve."),
     "explain-step": _LazyCommand(f"{_CLI}.explain_step:explain_step", "One step, draft by draft."),
     "top": _LazyCommand(f"{_CLI}.top:top", "Watch a running server's speculation."),
     "doctor": _LazyCommand(f"{_CLI}.doctor:doctor", "Check this environment, with fixes."),

@@ -11,6 +11,7 @@ from vllm_spec_ext.bench.report import HEADINGS, number
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 
+_SLOWEST = "slowest 200"
 _LEFT_OUT = ("gap ms", "MiB", "lossless")  # columns of a report that a page has no room for
 
 
@@ -27,12 +28,15 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 def all_methods_tables(found: Mapping[str, Any]) -> str:
     """Caption, the figures of every method at every batch size, and those of each dataset."""
-    overall = [name for name in HEADINGS if name not in _LEFT_OUT]
+    overall = [*(name for name in HEADINGS if name not in _LEFT_OUT), _SLOWEST]
+    rows = [_overall(one) for one in found["summaries"]]
+    if all(row[-1] == "-" for row in rows):  # measured before there was such a figure
+        overall, rows = overall[:-1], [row[:-1] for row in rows]
     datasets = list(found["num_prompts"])
     return "\n\n".join(
         [
             caption(found),
-            markdown_table(overall, [_overall(one) for one in found["summaries"]]),
+            markdown_table(overall, rows),
             "Tokens per step of each dataset, and at batch 1 the speed-up:",
             markdown_table(
                 ["method", "batch", *datasets],
@@ -96,6 +100,7 @@ def _overall(one: Mapping[str, Any]) -> list[str]:
         number(one["token_ms"]["median"], 1),
         "" if None in times else f"{times[0]:.0f} / {times[1]:.0f}",
         f"{one['num_identical']} of {one['num_compared']}",
+        "-" if one.get("slowest") is None else f"{number(one['slowest'], 2)}x",
     ]
 
 

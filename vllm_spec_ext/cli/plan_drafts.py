@@ -4,8 +4,6 @@
 import dataclasses
 import json
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +26,9 @@ from vllm_spec_ext.bench.draft_plan import (
     tree_for_pair,
     tree_speed_up,
 )
-from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed, root_cause
+from vllm_spec_ext.bench.engine_client import EngineClient
 from vllm_spec_ext.bench.methods import Method
+from vllm_spec_ext.bench.own_process import measure_apart
 from vllm_spec_ext.bench.planner import StepTimes
 from vllm_spec_ext.bench.prompts import Question, digest
 from vllm_spec_ext.bench.session import sampling_of
@@ -225,21 +224,12 @@ def measure_acceptance(draft: str, answers: Path, dtype: str, path: Path) -> Dra
         SpecExtError: The draft cannot be loaded, or does not fit the target.
         EngineFailed: It ended without a result.
     """
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "vllm_spec_ext.bench.draft_acceptance", "--draft", draft),
-            *("--answers", str(answers), "--dtype", dtype, "--json", str(path)),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+    found = measure_apart(
+        "vllm_spec_ext.bench.draft_acceptance",
+        ["--draft", draft, "--answers", str(answers), "--dtype", dtype],
+        path,
+        f"the acceptance of {draft} could not be measured",
     )
-    if done.returncode == 2:
-        raise SpecExtError(done.stderr.rpartition("SpecExtError: ")[2].strip())
-    if done.returncode:
-        reason = root_cause(done.stderr + done.stdout) or done.stderr[-500:]
-        raise EngineFailed(f"the acceptance of {draft} could not be measured: {reason}")
-    found = json.loads(path.read_text(encoding="utf-8"))
     # An answer's first token comes with the prefill, before anything is drafted.
     ranks = tuple(np.array(row[1:], np.int64) for row in found["ranks"] if len(row) > 1)
     return DraftModelFacts(draft, found["num_layers"], found["num_parameters"], ranks, {})

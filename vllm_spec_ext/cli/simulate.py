@@ -19,7 +19,7 @@ from vllm_spec_ext.errors import SpecExtError, UnsupportedError
 from vllm_spec_ext.options import MethodOptions, parse_options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import BaseProposer, EngineHandle
-from vllm_spec_ext.replay import Recording, ReplayResult, replay
+from vllm_spec_ext.replay import Recording, ReplayResult, Row, replay
 
 BUDGET = "num_speculative_tokens"
 DEFAULT_BUDGET = 8
@@ -39,7 +39,9 @@ def read_recordings(path: Path, tokenizer: object | None, limit: int = 0) -> lis
 
     Args:
         path: Rows with ``prompt_token_ids`` and ``output_token_ids``, or with the texts ``prompt``
-            and ``output``; optionally ``category``.
+            and ``output``; optionally ``category``, ``max_tokens`` as the request asked for, and
+            beside token ids ``foreseen``, a list of ``[tokens of the text before a row, draft
+            tokens from there to the row, likeliest next tokens, their probabilities]``.
         tokenizer: For texts.
         limit: Most rows; 0 = all.
 
@@ -65,12 +67,16 @@ def _recording(line: str, where: str, tokenizer: object | None) -> Recording:
         raise SpecExtError(f"{where}: not JSON ({error})") from error
     fields = row if isinstance(row, dict) else {}
     category = str(fields.get("category", ""))
+    max_tokens = fields.get("max_tokens")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise SpecExtError(f"{where}: max_tokens is {max_tokens!r}; expected an integer from 1")
     if {"prompt_token_ids", "output_token_ids"} <= fields.keys():
         pair = [fields["prompt_token_ids"], fields["output_token_ids"]]
         for ids in pair:
             if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
                 raise SpecExtError(f"{where}: token ids must be a list of integers from 0")
-        return Recording(pair[0], pair[1], category)
+        foreseen = _foreseen(fields.get("foreseen", []), where)
+        return Recording(pair[0], pair[1], category, foreseen, max_tokens)
     texts = [fields.get("prompt"), fields.get("output")]
     if not all(isinstance(text, str) for text in texts):
         raise SpecExtError(
@@ -80,7 +86,23 @@ def _recording(line: str, where: str, tokenizer: object | None) -> Recording:
     if tokenizer is None:
         raise SpecExtError(f"{where} holds texts; name the model with --tokenizer")
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]  # type: ignore[attr-defined]
-    return Recording(ids[0], ids[1], category)
+    return Recording(ids[0], ids[1], category, max_tokens=max_tokens)
+
+
+def _foreseen(rows: Any, where: str) -> dict[Row, tuple[list[int], list[float]]]:
+    try:
+        found = {
+            (int(size), *map(int, path)): ([*map(int, tokens)], [*map(float, probs)])
+            for size, path, tokens, probs in rows
+        }
+    except (TypeError, ValueError) as error:
+        raise SpecExtError(
+            f"{where}: foreseen: expected a list of [tokens of the text before a row, draft tokens "
+            f"from there to the row, likeliest next tokens, their probabilities] ({error})"
+        ) from error
+    if len({len(part) for pair in found.values() for part in pair}) > 1:
+        raise SpecExtError(f"{where}: foreseen: expected equally many next tokens in each row")
+    return found
 
 
 def parse_grid(settings: Sequence[str]) -> list[dict[str, Any]]:
@@ -157,7 +179,10 @@ def start(
     """A proposer that is ready to replay these recordings, and the engine it believes in."""
     cls: type[BaseProposer] = registry.load(method)
     instance: Any = cls(point.options)
-    longest = max(len(r.prompt_token_ids) + len(r.output_token_ids) for r in recordings)
+    longest = max(
+        len(r.prompt_token_ids) + max(len(r.output_token_ids), r.max_tokens or 0)
+        for r in recordings
+    )
     engine = EngineHandle(
         vocab_size=_vocab_size(recordings, tokenizer),
         max_model_len=longest + point.budget + 2,

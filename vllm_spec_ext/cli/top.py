@@ -23,7 +23,10 @@ _OURS = "spec_ext:"
 # What Ray makes of a metric's name: its own prefix, and no colon.
 _OF_RAY = {"ray_spec_ext_": _OURS, "ray_vllm_": "vllm:"}
 _TIMES = f"{_OURS}drafter_microseconds"
-_ACCEPTED_FROM = f"{_OURS}source_accepted_nodes_total"
+_BY_SOURCE = {
+    f"{_OURS}source_accepted_nodes_total": "accepted",
+    f"{_OURS}source_expected_nodes_total": "expected",
+}
 
 
 @dataclass
@@ -32,8 +35,8 @@ class Snapshot:
 
     when: float  # seconds
     counters: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine, then name
-    accepted_from: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Accepted draft tokens by engine, then source, where there are several."""
+    sources: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """Accepted and expected draft tokens by engine, then source, where there are several."""
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # drafter time, by engine
     server: dict[str, float] = field(default_factory=dict)  # vLLM's own, all engines together
 
@@ -60,8 +63,10 @@ def read_metrics(text: str, when: float) -> Snapshot:
                     bound = float(labels["le"].replace("+Inf", "inf"))
                     found.buckets.setdefault(engine, {})[bound] = sample.value
                 elif "source" in labels:
-                    if full == _ACCEPTED_FROM:
-                        found.accepted_from.setdefault(engine, {})[labels["source"]] = sample.value
+                    if full in _BY_SOURCE:
+                        by_name = found.sources.setdefault(engine, {})
+                        counts = by_name.setdefault(labels["source"], {})
+                        counts[_BY_SOURCE[full]] = sample.value
                 else:
                     name = full.removeprefix(_OURS).removesuffix("_total")
                     found.counters.setdefault(engine, {})[name] = sample.value
@@ -99,6 +104,7 @@ def engine_rows(now: Snapshot, before: Snapshot | None) -> Iterable[list[str]]:
             _ratio(since.get("emitted_tokens", 0.0), steps),
             _ratio(verified, steps),
             _ratio(since.get("accepted_nodes", 0.0), verified, percent=True),
+            _ratio(since.get("accepted_nodes", 0.0), since.get("expected_nodes", 0.0)),
             _acceptance_length(since),
             _ratio(since.get("empty_drafts", 0.0), steps, percent=True),
             f"{since.get('refused_drafts', 0.0):.0f}",
@@ -108,14 +114,21 @@ def engine_rows(now: Snapshot, before: Snapshot | None) -> Iterable[list[str]]:
 
 
 def accepted_from(now: Snapshot, before: Snapshot | None, engine: str) -> str:
-    """Share of the accepted draft tokens that each source named; "-" where there is one source."""
-    old = before.accepted_from.get(engine, {}) if before else {}
+    """Share of the accepted draft tokens that each source named, and how many there were for each
+    that was expected of it; "-" where there is one source."""
+    old = before.sources.get(engine, {}) if before else {}
     earlier = before.counters.get(engine, {}) if before else {}
     accepted = now.counters[engine].get("accepted_nodes", 0.0) - earlier.get("accepted_nodes", 0.0)
-    sources = now.accepted_from.get(engine, {})
-    since = {name: value - old.get(name, 0.0) for name, value in sources.items()}
-    best_first = sorted(since.items(), key=lambda pair: -pair[1])
-    shown = [f"{name} {_ratio(value, accepted, percent=True)}" for name, value in best_first]
+    since = {
+        name: {kind: value - old.get(name, {}).get(kind, 0.0) for kind, value in counts.items()}
+        for name, counts in now.sources.get(engine, {}).items()
+    }
+    best_first = sorted(since.items(), key=lambda pair: -pair[1].get("accepted", 0.0))
+    shown = []
+    for name, counts in best_first:
+        found, expected = counts.get("accepted", 0.0), counts.get("expected", 0.0)
+        of_expected = f" ({_ratio(found, expected)})" if expected else ""
+        shown.append(f"{name} {_ratio(found, accepted, percent=True)}{of_expected}")
     return ", ".join(shown) or "-"
 
 
@@ -149,6 +162,7 @@ def table(now: Snapshot, before: Snapshot | None) -> WholeTable:
         "tokens/step",
         "nodes/step",
         "accepted",
+        "of expected",
         "acceptance length",
         "no draft",
         "refused",
@@ -156,8 +170,8 @@ def table(now: Snapshot, before: Snapshot | None) -> WholeTable:
         "drafter us p50 / p99",
     ]
     rows = list(engine_rows(now, before))
-    if now.accepted_from:
-        headings.append("accepted, named by")
+    if now.sources:
+        headings.append("accepted, named by (of expected)")
         rows = [[*row, accepted_from(now, before, row[0])] for row in rows]
     return WholeTable(headings, rows, ", ".join(parts))
 

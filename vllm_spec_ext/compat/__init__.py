@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
+from vllm_spec_ext.compat import hooks, reads
 from vllm_spec_ext.compat.entries import Entry, Hook, HookStatus, Reads
-from vllm_spec_ext.compat.hooks import FUNCTIONS
-from vllm_spec_ext.compat.reads import CLASSES
+from vllm_spec_ext.compat.hooks_v2 import FUNCTIONS_V2
+from vllm_spec_ext.compat.reads_v2 import CLASSES_V2
 from vllm_spec_ext.compat.source import Source, string_constant, unpacked
 from vllm_spec_ext.errors import IncompatibleVLLMError
 
@@ -27,12 +28,15 @@ __all__ = [
     "check",
     "find_root",
     "is_tested_version",
+    "missing_for_v2",
     "problems",
     "require",
     "unpacked",
     "vllm_version",
 ]
 
+FUNCTIONS: tuple[Hook, ...] = (*hooks.FUNCTIONS, *FUNCTIONS_V2)
+CLASSES: tuple[Reads, ...] = (*reads.CLASSES, *CLASSES_V2)
 HOOKS: tuple[Entry, ...] = (*FUNCTIONS, *CLASSES)
 
 MIN_VERSION = (0, 32)
@@ -114,3 +118,9 @@ def require(root: Path | None = None) -> None:
             f"vLLM {vllm_version(root) or 'of unknown version'} lacks what vllm-spec-ext relies "
             f"on: {'; '.join(wrong)}. Expected vLLM {SUPPORTED}. Fix: {PIP_COMMAND}; {DISABLE}"
         )
+
+
+@cache
+def missing_for_v2(root: Path | None = None) -> tuple[str, ...]:
+    """What our part of the V2 model runner needs and the installed vLLM lacks; looks once."""
+    return tuple(problems(check(root, [entry for entry in HOOKS if entry.part == "v2"])))

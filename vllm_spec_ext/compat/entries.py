@@ -13,8 +13,9 @@ TESTED = ("0.32.0", "0.33.0 (source)")  # versions every entry was compared with
 
 Kind = Literal["function", "constant", "value"]
 
-Part = Literal["engine", "tools"]
-"""``tools``: benchmark and training only. The plugin serves without it, so what is missing there
+Part = Literal["engine", "v2", "tools"]
+"""``v2``: the V2 model runner. Where something of it is missing, engines keep the V1 runner.
+``tools``: benchmark and training only. The plugin serves without it, so what is missing there
 is reported by the doctor and does not keep an engine from starting."""
 
 LIBRARIES = ("torch", "numpy", "arctic_inference")
@@ -37,6 +38,8 @@ class Hook:
     exact: bool = False
     """``names`` must be the whole list, because our override or call spells it out: one more
     parameter, even an optional one, would break it or be dropped silently."""
+    newer: tuple[str, ...] = ()
+    """Parameters that only later versions have, and that our override passes on."""
     type: str = ""
     """What a function returns or a constant is; empty = nothing of ours reads an attribute off
     it."""

@@ -11,6 +11,7 @@ CLASSES: tuple[Reads, ...] = (
         "what the user asked for, and settings we must refuse",
         {
             "create_speculative_config": "Callable[..., SpeculativeConfig | None]",
+            "create_engine_config": "Callable[..., VllmConfig]",
             "speculative_config": "dict[str, object] | None",
             "spec_method": "str | None",
             "spec_model": "str | None",
@@ -89,6 +90,7 @@ CLASSES: tuple[Reads, ...] = (
             "is_mm_prefix_lm": "bool",
             "rswa_window": "int | None",
             "max_model_len": "int",
+            "original_max_model_len": "int | None",
             "logprobs_mode": "str",
             "skip_tokenizer_init": "bool",
             "get_vocab_size": "Callable[[], int]",
@@ -143,13 +145,17 @@ CLASSES: tuple[Reads, ...] = (
         "vllm.config.scheduler",
         "SchedulerConfig",
         "size of a proposer's buffers and of the scratch blocks",
-        {"max_num_seqs": "int", "max_num_batched_tokens": "int"},
+        {"max_num_seqs": "int", "max_num_batched_tokens": "int", "async_scheduling": "bool | None"},
     ),
     Reads(
         "vllm.config.cache",
         "CacheConfig",
         "a prefill that skips layers knows no virtual requests",
-        {"kv_sharing_fast_prefill": "bool", "block_size": "int"},
+        {
+            "kv_sharing_fast_prefill": "bool",
+            "block_size": "int",
+            "num_gpu_blocks_override": "int | None",
+        },
     ),
     Reads(
         "vllm.config.attention",
@@ -216,7 +222,11 @@ CLASSES: tuple[Reads, ...] = (
         "vllm.config.compilation",
         "CUDAGraphMode",
         "names the full graphs, and whether there are graphs at all",
-        {"FULL": "CUDAGraphMode", "has_piecewise_cudagraphs": "Callable[[], bool]"},
+        {
+            "FULL": "CUDAGraphMode",
+            "has_full_cudagraphs": "Callable[[], bool]",
+            "has_piecewise_cudagraphs": "Callable[[], bool]",
+        },
     ),
     Reads(
         "vllm.platforms.interface",
@@ -263,7 +273,6 @@ CLASSES: tuple[Reads, ...] = (
             "input_processor": "InputProcessor",
             "vllm_config": "VllmConfig",
             "observability_config": "ObservabilityConfig",
-            "logger_manager": "StatLoggerManager | None",
         },
     ),
     Reads(
@@ -275,34 +284,42 @@ CLASSES: tuple[Reads, ...] = (
     Reads(
         "vllm.v1.metrics.loggers",
         "StatLoggerManager",
-        "an engine's stat loggers, which ours joins where metrics go to Ray",
+        "an engine's stat loggers, which ours joins",
         {"stat_loggers": "list[AggregateStatLoggerBase]"},
     ),
     Reads("vllm.v1.metrics.loggers", "AggregateStatLoggerBase", "base class of our own", {}),
     Reads(
-        "vllm.v1.metrics.ray_wrappers",
-        "RayPrometheusStatLogger",
-        "an engine with it shows its metrics through Ray",
-        {},
-        used_by="engine/watching/ray_counters.py: looked for among the engine's stat loggers",
-    ),
-    Reads(
-        "vllm.v1.metrics.ray_wrappers",
-        "RayCounterWrapper",
-        "our counters in Ray's metrics",
-        {"labels": "Callable[..., RayCounterWrapper]", "inc": "Callable[..., None]"},
-    ),
-    Reads(
-        "vllm.v1.metrics.ray_wrappers",
-        "RayGaugeWrapper",
-        "the same of the one gauge",
-        {"labels": "Callable[..., RayGaugeWrapper]", "set": "Callable[..., None]"},
+        "vllm.v1.metrics.loggers",
+        "PrometheusStatLogger",
+        "whether metrics go to Prometheus or to Ray: the classes of either",
+        {"_counter_cls": "type", "_gauge_cls": "type", "_histogram_cls": "type"},
     ),
     Reads(
         "vllm.v1.metrics.stats",
         "SchedulerStats",
-        "whether a step was the last for now",
-        {"num_running_reqs": "int"},
+        "what a step tells the front end; ours in the place of a KV connector's",
+        {"kv_connector_stats": "dict[str, object] | None"},
+    ),
+    Reads(
+        "vllm.v1.outputs",
+        "ModelRunnerOutput",
+        "a worker's answer: the step's new tokens, and what it counted",
+        {
+            "sampled_token_ids": "list[list[int]]",
+            "kv_connector_output": "KVConnectorOutput | None",
+        },
+    ),
+    Reads(
+        "vllm.v1.outputs",
+        "KVConnectorOutput",
+        "where a worker's answer has a connector's statistics",
+        {"kv_connector_stats": "KVConnectorStats | None"},
+    ),
+    Reads(
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
+        "KVConnectorStats",
+        "what vLLM hands on as it is",
+        {"data": "dict[str, object]"},
     ),
     Reads(
         "vllm.v1.metrics.stats",
@@ -357,7 +374,13 @@ CLASSES: tuple[Reads, ...] = (
         "vllm.v1.worker.gpu_worker",
         "Worker",
         "holds the runner that we specialise",
-        {"model_runner": "GPUModelRunner", "shutdown": "Callable[[], None]"},
+        {
+            "model_runner": "GPUModelRunner",
+            "use_v2_model_runner": "bool",
+            "vllm_config": "VllmConfig",
+            "compile_or_warm_up_model": "Callable[[], object]",
+            "shutdown": "Callable[[], None]",
+        },
     ),
     Reads(
         "vllm.v1.worker.gpu_model_runner",
@@ -386,7 +409,6 @@ CLASSES: tuple[Reads, ...] = (
             "requests": "dict[str, CachedRequestState]",
             "sampler": "Sampler",
             "speculative_config": "SpeculativeConfig | None",
-            "uses_mrope": "bool",
             "vllm_config": "VllmConfig",
         },
     ),
@@ -410,7 +432,16 @@ CLASSES: tuple[Reads, ...] = (
         "vllm.v1.core.sched.output",
         "NewRequestData",
         "a request that the worker has not seen, or a session's next turn",
-        {"req_id": "str", "block_ids": "tuple[list[int], ...]", "num_computed_tokens": "int"},
+        {
+            "req_id": "str",
+            "block_ids": "tuple[list[int], ...]",
+            "num_computed_tokens": "int",
+            "prefill_token_ids": "list[int] | None",
+            "prompt_len": "int",
+            "prompt_embeds": "torch.Tensor | None",
+            "mm_features": "list[object]",
+            "sampling_params": "SamplingParams | None",
+        },
     ),
     Reads(
         "vllm.v1.core.sched.output",
@@ -462,8 +493,11 @@ CLASSES: tuple[Reads, ...] = (
     Reads(
         "vllm.v1.worker.block_table",
         "MultiGroupBlockTable",
-        "the block table of the only KV cache group",
-        {"__getitem__": "Callable[[int], BlockTable]"},
+        "the block tables of the KV cache groups",
+        {
+            "__getitem__": "Callable[[int], BlockTable]",
+            "block_tables": "list[BlockTable]",
+        },
     ),
     Reads(
         "vllm.v1.worker.block_table",
@@ -520,8 +554,8 @@ CLASSES: tuple[Reads, ...] = (
     Reads(
         "vllm.v1.kv_cache_interface",
         "KVCacheSpec",
-        "bytes of the scratch blocks",
-        {"page_size_bytes": "int"},
+        "bytes of the scratch blocks, and of a request",
+        {"page_size_bytes": "int", "max_memory_usage_bytes": "Callable[[VllmConfig], int]"},
     ),
     Reads(
         "vllm.v1.worker.utils",
@@ -593,6 +627,7 @@ CLASSES: tuple[Reads, ...] = (
             "impl": "CPUAttentionBackendImpl",
             "get_attn_backend": "Callable[[], type[AttentionBackend]]",
             "num_heads": "int",
+            "kv_cache": "torch.Tensor",
         },
     ),
     # -- sampling -------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ def _compare_parameters(hook: Hook, arguments: ast.arguments) -> str | None:
         return f"has no parameter {', '.join(missing)}; found ({', '.join(given)})"
     if [name for name in given if name in hook.names] != list(hook.names):
         return f"takes ({', '.join(given)}), expected the order ({', '.join(hook.names)})"
-    extra = [name for name in given if name not in hook.names]
+    extra = [name for name in given if name not in (*hook.names, *hook.newer)]
     if hook.exact and extra:
         return f"has new parameters {', '.join(extra)}; expected ({', '.join(hook.names)})"
     return None

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter between vLLM's V1 engine and the proposers; the only importer of vLLM."""
+"""The adapter between vLLM's engine and the proposers; the only importer of vLLM."""

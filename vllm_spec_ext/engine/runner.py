@@ -16,14 +16,19 @@ import torch
 
 from vllm_spec_ext.engine.drafting.drafter import Drafter
 from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
+from vllm_spec_ext.engine.models.batch_events import BatchRow, batch_rows
+from vllm_spec_ext.engine.models.kv_binding import KvParts
 from vllm_spec_ext.engine.models.target_states import default_layers
-from vllm_spec_ext.engine.requests.state import RequestState, RequestStates
-from vllm_spec_ext.engine.starting.kv_setup import use_scratch
+from vllm_spec_ext.engine.requests.leaving import leaving_requests, let_go
+from vllm_spec_ext.engine.requests.state import KnownRequest, RequestState, RequestStates
+from vllm_spec_ext.engine.starting.kv_setup import add_scratch, use_scratch
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.step import Step
-from vllm_spec_ext.engine.trees.attention import TreeAttention, with_scratch
+from vllm_spec_ext.engine.trees.attention import TreeAttention
 from vllm_spec_ext.engine.trees.cuda_graphs import no_full_graph
+from vllm_spec_ext.engine.trees.plan import RequestRows
 from vllm_spec_ext.engine.verifying.verifier import Verifier
+from vllm_spec_ext.engine.watching.stat_channel import put_news
 from vllm_spec_ext.engine.watching.step_log import StepLog
 
 if TYPE_CHECKING:
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.utils import CpuGpuBuffer
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+    from vllm.v1.worker.utils import AttentionGroup
 
 
 class SpecRunnerMixin:
@@ -52,12 +58,15 @@ class SpecRunnerMixin:
     max_model_len: int
     speculative_config: SpecExtConfig
     vllm_config: "VllmConfig"
+    positions: torch.Tensor
     cudagraph_dispatcher: "CudagraphDispatcher"
     query_start_loc: "CpuGpuBuffer"
     discard_request_mask: "CpuGpuBuffer"
     get_kv_cache_spec: Callable[[], dict[str, "KVCacheSpec"]]
     get_model: Callable[[], torch.nn.Module]
     use_aux_hidden_state_outputs: bool
+    attn_groups: "list[list[AttentionGroup]]"
+    _kernel_block_sizes: list[int]
 
     kv_by_layer: dict[str, torch.Tensor]  # our own: caches by the scheduler's blocks
 
@@ -69,6 +78,7 @@ class SpecRunnerMixin:
         self.verifier = Verifier(self)
         self.step_drafts = StepDrafts(self)
         self.step_log: StepLog | None = None
+        self.is_warming_up = False  # the V1 runner makes up batches for that, not requests
         # vLLM asks its target for hidden states of its layers if this is set.
         if self.drafter.models.reads_layers:
             self.use_aux_hidden_state_outputs = True
@@ -81,17 +91,30 @@ class SpecRunnerMixin:
         """What we keep of a request."""
         return self.spec_states.of(request_id, self)
 
+    def known(self, request_id: str) -> KnownRequest:
+        """A request of the batch; after the bookkeeping with the step's new tokens."""
+        batch = self.input_batch
+        row = batch.req_id_to_index[request_id]
+        return KnownRequest(
+            token_ids=batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]],
+            num_prompt_tokens=int(batch.num_prompt_tokens[row]),
+            params=self.requests[request_id].sampling_params,
+        )
+
+    def rows_of(self, step: Step, new_tokens: list[list[int]]) -> list[BatchRow]:
+        """The requests of a batch after its step, for draft models and views."""
+        return batch_rows(self, step, new_tokens, self.drafter.models.group)
+
     def initialize_kv_cache(
         self, kv_cache_config: "KVCacheConfig", *args: Any, **kwargs: Any
     ) -> None:
         """Add the scratch blocks of draft trees and models behind the request blocks."""
-        is_profiling = bool(args and args[0]) or kwargs.get("is_profiling", False)
-        num_scratch = 0 if is_profiling else self.drafter.num_scratch_blocks
-        first = kv_cache_config.num_blocks
-        kv_cache_config = with_scratch(kv_cache_config, num_scratch)
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-        if num_scratch:
-            self.tree_attention = use_scratch(self, range(first, first + num_scratch))
+        initialize = super().initialize_kv_cache  # type: ignore[misc]
+        scratch = add_scratch(self, initialize, kv_cache_config, *args, **kwargs)
+        if scratch:
+            sizes = [table.block_size for table in self.input_batch.block_table.block_tables]
+            kv = KvParts(self.kv_by_layer, sizes, self._kernel_block_sizes)
+            self.tree_attention = use_scratch(self, kv, scratch)
 
     def initialize_kv_cache_tensors(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Keep which cache is whose."""
@@ -99,26 +122,27 @@ class SpecRunnerMixin:
         self.kv_by_layer = allocate(*args, **kwargs)
         return self.kv_by_layer
 
-    def _update_states(self, scheduler_output: "SchedulerOutput") -> Callable[[], None] | None:
-        """Requests come and go; free the proposer's state of those that went.
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """A step, or its first half; what was counted goes along with the answer.
 
-        A streaming-input session goes on under its id with other tokens: what it answered becomes
-        prompt, the last token is taken back, and options may change. Like vLLM
-        (``_update_streaming_request``) we know it by a new request with a known id; for the
-        proposer the turn before is finished, and the next one is a request of its own.
+        Here and not in the worker, as vLLM's Ray executor calls the runner itself (0.32
+        ``RayWorkerWrapper.execute_model_ray``).
         """
-        gone = set(scheduler_output.finished_req_ids)
-        gone.update(scheduler_output.preempted_req_ids or ())
-        sent = {request.req_id for request in scheduler_output.scheduled_new_reqs}
-        gone.update(sent & self.requests.keys())
+        output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
+        return put_news(output, self.drafter.counts)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """The second half, which drafts; the same."""
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        return put_news(output, self.drafter.counts)
+
+    def _update_states(self, scheduler_output: "SchedulerOutput") -> Callable[[], None] | None:
+        """Requests come and go; free the proposer's state of those that went."""
+        gone = leaving_requests(scheduler_output, self.requests)
         if gone:
-            self.drafter.finish(sorted(gone))
-            self.step_drafts.forget(gone)
-            self.spec_states.forget(gone)
+            let_go(self, gone)
             self.verifier.budgets.forget(gone)
-            if self.step_log is not None:
-                self.step_log.forget(sorted(gone))
-        self.drafter.blocks_change(scheduler_output, sorted(gone))
+        self.drafter.blocks_change(scheduler_output, gone)
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 
     def _prepare_inputs(
@@ -131,12 +155,22 @@ class SpecRunnerMixin:
         )
         step = self.spec_step = Step.of(self.input_batch.req_ids, scheduler_output, started)
         if self.tree_attention is not None:
-            parents = [
-                self.state_of(request_id).parents_of(draft) if draft else None
-                for request_id, draft in zip(step.request_ids, step.drafts, strict=True)
-            ]
-            self.tree_attention.plan_step(parents, step.drafts, num_scheduled_tokens.tolist())
+            self._lay_out_trees(self.tree_attention, step)
         return result
+
+    def _lay_out_trees(self, trees: TreeAttention, step: Step) -> None:
+        batch, starts = self.input_batch, self.query_start_loc.np
+        requests = []
+        for row, (request_id, draft) in enumerate(zip(step.request_ids, step.drafts, strict=True)):
+            parents = self.state_of(request_id).parents_of(draft) if draft else None
+            num_tokens = step.num_scheduled[row]
+            computed = int(batch.num_computed_tokens_cpu[row])
+            tree = parents if num_tokens == len(draft) + 1 else None
+            requests.append(RequestRows(int(starts[row]), num_tokens, computed, tree))
+        table = batch.block_table[0]
+        trees.plan_step(requests, table.block_table.np)
+        if trees.plan is not None:
+            trees.begin(self.positions, table.slot_mapping.gpu)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         """A full CUDA graph has a fixed number of requests, so not with virtual ones."""
@@ -199,17 +233,4 @@ class SpecRunnerMixin:
         if self.drafter.views and self.tree_attention is not None:
             self.tree_attention.end_step()
         limit = scheduler_output.num_spec_tokens_to_schedule
-        drafts, probs = self.drafter.ranks.lead(
-            lambda: self.step_drafts.decide(
-                self.spec_step, sampled_token_ids, sample_hidden_states, limit
-            )
-        )
-        made, rest = iter(drafts), iter(probs)
-        result: list[list[int]] = [[] for _ in sampled_token_ids]
-        for row, tokens in enumerate(sampled_token_ids):
-            if tokens:
-                draft = next(made)
-                result[row] = draft.tokens
-                state = self.state_of(draft.request_id)
-                state.draft, state.probs = draft, next(rest) if draft.drawn is not None else None
-        return result
+        return self.step_drafts.make(self.spec_step, sampled_token_ids, sample_hidden_states, limit)

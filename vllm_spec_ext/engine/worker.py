@@ -4,9 +4,11 @@
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spec_ext.engine.runner import SpecRunnerMixin
+from vllm_spec_ext.engine.starting.scratch import check_room
 from vllm_spec_ext.engine.watching.step_log import StepLog
 
 if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
@@ -15,18 +17,48 @@ class SpecWorkerMixin:
 
     model_runner: SpecRunnerMixin  # once init_device has specialised it
 
+    use_v2_model_runner: bool
+    vllm_config: "VllmConfig"
+
     def init_device(self) -> None:
         """Build vLLM's runner, then give it our overrides."""
         super().init_device()  # type: ignore[misc]
-        specialise(self.model_runner)
+        if self.use_v2_model_runner:
+            # Its module needs Triton, and what the worker has patched by now.
+            from vllm_spec_ext.engine.v2.runner import specialise as specialise_v2
+
+            specialise_v2(self.model_runner)
+        else:
+            specialise(self.model_runner)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Requests that vLLM makes up to warm a runner up are not drafted for."""
+        self.model_runner.is_warming_up = True
+        try:
+            return super().compile_or_warm_up_model()  # type: ignore[misc]
+        finally:
+            self.model_runner.is_warming_up = False
 
     def determine_available_memory(self) -> int:
         """Leave scratch blocks and page means out of the memory for requests."""
-        specs = self.model_runner.get_kv_cache_spec().values()
+        specs = list(self.model_runner.get_kv_cache_spec().values())
         drafter = self.model_runner.drafter
         scratch_bytes = drafter.num_scratch_blocks * sum(spec.page_size_bytes for spec in specs)
         available: int = super().determine_available_memory()  # type: ignore[misc]
-        return drafter.views.without_means(available - scratch_bytes)
+        # Scratch blocks have means, too.
+        left = drafter.views.without_means(available) - scratch_bytes
+        config = self.vllm_config
+        # Else the number of blocks is given, or max_model_len is made to fit.
+        if (
+            config.cache_config.num_gpu_blocks_override is None
+            and config.model_config.original_max_model_len != -1
+        ):
+            # One block beside those of a request is vLLM's own, the null block.
+            needed = sum(
+                spec.max_memory_usage_bytes(config) + spec.page_size_bytes for spec in specs
+            )
+            check_room(left, available, needed, drafter.num_scratch_blocks)
+        return left
 
     def shutdown(self) -> None:
         """Let the proposer save what it keeps; worker processes may end without exit handlers."""
@@ -45,6 +77,12 @@ class SpecWorkerMixin:
     def spec_ext_reset(self) -> None:
         """Forget what the proposer learned, for measurements that must start cold."""
         self.model_runner.drafter.reset()
+
+    def spec_ext_flush(self) -> None:
+        """Write what online distillation recorded so far, without waiting for more."""
+        online = self.model_runner.drafter.online
+        if online is not None:
+            online.flush()
 
     def spec_ext_record(self, wanted: bool) -> None:
         """Switch the recording of drafts and their outcomes on (afresh) or off."""

@@ -42,7 +42,7 @@ class RecordOptions(MethodOptions):
 class RecordStates(BaseProposer):
     """One row of float32 for each new token of each request."""
 
-    needs = Needs(hidden_states=True)
+    needs = Needs(hidden_states=True, every_step=True)
     options: RecordOptions
 
     def __init__(self, options: MethodOptions) -> None:

@@ -51,6 +51,7 @@ def test_one_request_alone() -> None:
     assert served.token_s == pytest.approx(0.010)
     (drafted,) = serve([Arrival(1.0, 100, 11)], replace(ONE, mode="on"))
     assert drafted.done_at - drafted.first_at == pytest.approx(5 * 0.013)
+    assert drafted.waited_s == served.waited_s  # nothing is drafted while a prompt is read
 
 
 def test_steps_between_measured_sizes() -> None:

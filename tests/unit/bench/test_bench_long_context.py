@@ -44,6 +44,18 @@ def test_needles_are_in_texts_of_three_lengths() -> None:
     assert needle_questions(9, random.Random(7)) != questions
 
 
+def test_lengths_can_be_chosen(texts: Path) -> None:
+    some = {name: LENGTHS[name] for name in ("2k", "7k")}
+    for found in (
+        needle_questions(4, lengths=some),
+        document_questions(str(texts), 4, lengths=some),
+    ):
+        assert [question.category[-2:] for question in found] == ["2k", "7k"] * 2
+    short = {"2k": LENGTHS["2k"]}
+    alone = document_questions(str(texts / "a.md"), 1, template="{text}", lengths=short)
+    assert len(alone[0].opening[0]["content"]) < characters(2000)[1]  # no more text than it wants
+
+
 def test_what_an_answer_holds() -> None:
     assert holds("The number is 48,213.", "48213")
     assert not holds("The number is 48214.", "48213")

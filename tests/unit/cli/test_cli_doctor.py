@@ -9,8 +9,11 @@ import pytest
 import typer
 
 from vllm_spec_ext import compat
+from vllm_spec_ext.bench import drafter_session
+from vllm_spec_ext.bench.drafter_check import FirstToken, Measured
 from vllm_spec_ext.cli import doctor as doctor_module
 from vllm_spec_ext.cli import environment_checks as checks
+from vllm_spec_ext.cli.demo_drafters import demo_heads
 from vllm_spec_ext.cli.doctor import doctor
 from vllm_spec_ext.cli.environment_checks import Check
 from vllm_spec_ext.cli.main import main
@@ -270,3 +273,59 @@ def test_changed_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     found = checks._hooks()
     assert found.status == "broken"
     assert "create_speculative_config: has new parameters x" in found.found
+
+
+@pytest.mark.parametrize("method", ["input_copy", "auto", "ngram"])
+def test_a_method_without_a_trained_drafter(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--method", method, "--model", "m"])
+    assert ended.value.code == 2
+    assert "nothing to check" in capsys.readouterr().err
+
+
+def test_options_of_a_drafter_need_a_method(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--model", "m", "--limit", "3"])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert "model, limit" in shown
+    assert "--method" in shown
+
+
+HEADS = f"blockwise={json.dumps({'model': str(demo_heads())})}"
+
+
+def test_a_broken_drafter_is_exit_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = ([1, 2], list(range(60)))
+    firsts = tuple(FirstToken(0, place, False, 9999) for place in range(1, 59))
+    monkeypatch.setattr(drafter_session, "measure", lambda *_: Measured((answer,), firsts))
+    command = ["doctor", "--method", HEADS, "--model", "m", "--no-trials"]
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    assert ended.value.code == 1
+    shown = capsys.readouterr().out
+    assert "0.00 (0 of 58)" in shown
+    assert "cause: not found" in shown
+    with pytest.raises(SystemExit):
+        main([*command, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert not found["ok"]
+    assert found["drafters"][0]["verdict"] == "broken"
+    assert found["drafters"][0]["measured"]["first_token"]["of"] == 58
+
+
+def test_refused_files_are_a_cause(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> Measured:
+        raise drafter_session.RefusedError("found another tokenizer; use the right one")
+
+    monkeypatch.setattr(drafter_session, "measure", refuse)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--method", HEADS, "--model", "m"])
+    assert ended.value.code == 1
+    assert "cause: other tokenizer: found another tokenizer" in capsys.readouterr().out

@@ -23,6 +23,7 @@ def page(steps: int, emitted: int, verified: int, accepted: int, quick: int, slo
         ("emitted_tokens", emitted),
         ("verified_nodes", verified),
         ("accepted_nodes", accepted),
+        ("expected_nodes", verified // 4),
         ("empty_drafts", steps // 4),
         ("held_back", steps // 5),
         ("refused_drafts", steps // 10),
@@ -56,16 +57,21 @@ def test_the_page_of_a_ray_node_has_a_row_for_each_engine() -> None:
 
 
 def test_sources_are_named_with_their_share_of_the_accepted_tokens() -> None:
-    def with_sources(text: str, own: int, recycled: int) -> str:
-        name = "spec_ext:source_accepted_nodes_total"
+    def with_sources(text: str, own: int, recycled: int, expected: int) -> str:
+        name, foreseen = (
+            f"spec_ext:source_{word}_nodes_total" for word in ("accepted", "expected")
+        )
         labels = LABELS.replace("}", ',source="%s"}')
-        return f"{text}{name}{labels % 'own'} {own}\n{name}{labels % 'recycled'} {recycled}\n"
+        return (
+            f"{text}{name}{labels % 'own'} {own}\n{name}{labels % 'recycled'} {recycled}\n"
+            f"{foreseen}{labels % 'recycled'} {expected}\n"
+        )
 
-    before = read_metrics(with_sources(page(100, 150, 400, 50, 1, 0), 20, 40), 0.0)
-    now = read_metrics(with_sources(page(140, 270, 600, 130, 6, 4), 40, 112), 2.0)
+    before = read_metrics(with_sources(page(100, 150, 400, 50, 1, 0), 20, 40, 20), 0.0)
+    now = read_metrics(with_sources(page(140, 270, 600, 130, 6, 4), 40, 112, 80), 2.0)
     shown = table(now, before)
-    assert shown.headings[-1] == "accepted, named by"
-    assert shown.rows[0][-1] == "recycled 90%, own 25%"
+    assert shown.headings[-1] == "accepted, named by (of expected)"
+    assert shown.rows[0][-1] == "recycled 90% (1.20), own 25%"
     assert shown.headings[-1] not in table(read_metrics(page(1, 1, 1, 1, 1, 1), 0.0), None).headings
 
 
@@ -74,8 +80,8 @@ def test_figures_of_an_interval() -> None:
     now = read_metrics(page(140, 270, 600, 130, 60, 49), 2.0)
     assert now.server["vllm:num_requests_running"] == 5
     (row,) = engine_rows(now, before)
-    assert row[:5] == ["input_copy (exact)", "yes", "3.00", "5.00", "40%"]
-    assert row[5:] == [
+    assert row[:6] == ["input_copy (exact)", "yes", "3.00", "5.00", "40%", "1.60"]
+    assert row[6:] == [
         "3.67",
         "25%",
         "4",
@@ -89,7 +95,7 @@ def test_figures_of_an_interval() -> None:
 def test_nothing_happened() -> None:
     now = read_metrics(page(100, 150, 400, 50, 10, 0), 0.0)
     (row,) = engine_rows(now, now)
-    assert row[2:] == ["-", "-", "-", "-", "-", "0", "-", "- / -"]
+    assert row[2:] == ["-", "-", "-", "-", "-", "-", "0", "-", "- / -"]
     assert math.isnan(quantile({}, {}, 0.5))
 
 

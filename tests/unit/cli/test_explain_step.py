@@ -6,7 +6,10 @@ import pytest
 from rich.console import Console
 
 from vllm_spec_ext.cli.explain_step import (
+    Calibration,
     DraftStep,
+    calibration,
+    calibration_table,
     choose,
     explain_step,
     from_engine,
@@ -91,6 +94,23 @@ def test_nodes_of_merged_trees_name_their_models() -> None:
     lines = captured.get().splitlines()
     assert [line for line in lines if "big + small" in line and "a" in line]
     assert sum("small" in line for line in lines) == 3
+
+
+def test_what_was_expected_of_each_source_and_found() -> None:
+    sources = (("copy", "recycled"), ("copy",), ("recycled",), ("recycled",))
+    probs = np.array([0.5, 0.25, 0.25, 0.125], np.float32)
+    draft = Draft(TREE.tokens, TREE.parents, path_probs=probs, sources=sources)
+    first, second = verified_by(draft, [7, 8, 1], [3]), verified_by(draft, [5, 1], [3])
+    assert calibration([first, second]) == {
+        "recycled": Calibration(6, 1.75, 3),
+        "copy": Calibration(4, 1.5, 1),
+    }
+    alone = verified_by(Draft(TREE.tokens, TREE.parents, path_probs=probs), [7, 1], [3])
+    nothing_said = verified_by(TREE, [7, 1], [3])
+    assert calibration([alone, nothing_said]) == {"": Calibration(4, 1.125, 1)}
+    shown = calibration_table("input_copy", calibration([alone]), {})
+    assert shown.rows == [["input_copy", "4", "1.1", "1", "-", "-"]]
+    assert calibration([nothing_said]) == {}
 
 
 def test_contradicting_options_are_refused() -> None:

@@ -54,7 +54,7 @@ def test_checking_imports_neither_torch_nor_vllm() -> None:
 
 
 def test_hooks_are_unique_and_documented() -> None:
-    names = [str(hook) for hook in compat.HOOKS]
+    names = [(str(hook), hook.part) for hook in compat.HOOKS]
     assert len(set(names)) == len(names)
     for hook in compat.HOOKS:
         assert hook.why, hook
@@ -64,6 +64,15 @@ def test_hooks_are_unique_and_documented() -> None:
 def test_method_with_the_expected_parameters(tmp_path: Path) -> None:
     root = write(tmp_path, "class Runner:\n    def step(self, a, b): ...\n")
     assert problem(root, METHOD) is None
+
+
+def test_a_parameter_of_later_versions(tmp_path: Path) -> None:
+    hook = dataclasses.replace(METHOD, newer=("c",))
+    for signature in ("self, a, b", "self, a, c, b"):
+        root = write(tmp_path, f"class Runner:\n    def step({signature}): ...\n")
+        assert problem(root, hook) is None
+    root = write(tmp_path, "class Runner:\n    def step(self, a, b, c, d): ...\n")
+    assert "new parameters d;" in str(problem(root, hook))
 
 
 @pytest.mark.parametrize(

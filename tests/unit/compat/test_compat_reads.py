@@ -236,18 +236,20 @@ def test_what_our_mixins_replace_in_vllm_is_listed() -> None:
     source = Source(root)
     listed = {hook.name for hook in compat.FUNCTIONS}
     listed |= {f"{entry.name}.{name}" for entry in compat.CLASSES for name in entry.attributes}
-    homes = {entry.name: entry.module for entry in compat.CLASSES}
-    for mixin, owner in STANDS_FOR.items():
+    homes = {entry.name: entry.module for entry in reversed(compat.CLASSES)}  # the first one
+    for mixin, stood_for in STANDS_FOR.items():
         module, _, name = mixin.rpartition(".")
         tree = ast.parse(ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text("utf-8"))
         (node,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
         ours = frozenset(n.name for n in node.body if isinstance(n, ast.FunctionDef))
         ours |= assigned_on_self(tree, name)
-        for taken in ours - source.absent(homes[owner], owner, ours):
+        home, _, owner = stood_for.rpartition(".")
+        home = home or homes[owner]
+        for taken in ours - source.absent(home, owner, ours):
             assert f"{owner}.{taken}" in listed, (
                 f"{mixin}.{taken} replaces what vLLM's {owner} has under that name; rename ours, "
-                f'or add "{taken}" to Reads("{homes[owner]}", "{owner}", ...) in '
-                f'vllm_spec_ext/compat/reads.py, or Hook("{homes[owner]}", "{owner}.{taken}", ...) '
+                f'or add "{taken}" to Reads("{home}", "{owner}", ...) in '
+                f'vllm_spec_ext/compat/reads.py, or Hook("{home}", "{owner}.{taken}", ...) '
                 "to vllm_spec_ext/compat/hooks.py"
             )
 

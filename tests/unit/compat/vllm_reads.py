@@ -42,7 +42,20 @@ STANDS_FOR = {
     "vllm_spec_ext.engine.runner.SpecRunnerMixin": "GPUModelRunner",
     "vllm_spec_ext.engine.worker.SpecWorkerMixin": "Worker",
     "vllm_spec_ext.bench.worker_extension.RivalWorker": "Worker",
+    # Of the V2 runner, whose classes have names that others have too: with their modules.
+    "vllm_spec_ext.engine.v2.runner.SpecRunnerV2Mixin": (
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+    ),
+    "vllm_spec_ext.engine.v2.model_state.TreeStateMixin": (
+        "vllm.v1.worker.gpu.model_states.default.DefaultModelState"
+    ),
+    "vllm_spec_ext.engine.v2.target_sampler.SpecSamplerMixin": (
+        "vllm.v1.worker.gpu.sample.sampler.Sampler"
+    ),
 }
+
+V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")
+"""Where the V2 runner is: there a bare name means a class of these modules, if one has it."""
 
 KEYWORDS_OF = {"LLM": "EngineArgs"}
 """Classes whose constructor hands keyword arguments on to another one's."""
@@ -89,7 +102,9 @@ def vllm_imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
 def write_stubs(folder: Path, entries: Sequence[Entry]) -> None:
     """The package ``vllm`` as the hook map describes it, for mypy."""
     modules: dict[str, list[str]] = {}
-    homes = {e.name: e.module for e in entries if isinstance(e, Reads)}
+    classes = [(e.name, e.module) for e in entries if isinstance(e, Reads)]
+    homes = dict(sorted(classes, key=lambda home: not home[1].startswith(V2_MODULES)))
+    homes_v2 = dict(sorted(classes, key=lambda home: home[1].startswith(V2_MODULES)))
     members: dict[tuple[str, str], dict[str, str]] = {}
     bases: dict[tuple[str, str], str] = {}
     for entry in entries:
@@ -126,7 +141,8 @@ def write_stubs(folder: Path, entries: Sequence[Entry]) -> None:
         while package := package.rpartition(".")[0]:
             exports.setdefault(package, []).append(f"from {entry.module} import {name} as {name}")
     for module in {*modules, *exports}:
-        imports = [f"from {home} import {name}" for name, home in homes.items() if home != module]
+        known = homes_v2 if module.startswith(V2_MODULES) else homes
+        imports = [f"from {home} import {name}" for name, home in known.items() if home != module]
         path = folder.joinpath(*module.split("."))
         path.mkdir(parents=True, exist_ok=True)
         text = [*header, *imports, *exports.get(module, ()), *modules.get(module, ())]
@@ -314,7 +330,7 @@ class _File:
         if _is_super(base):
             owner = self._owner(node)
             if owner is not None and not name.startswith("__"):
-                self._use(node, self._module_of(owner), owner, name)
+                self._use(node, *self._home(owner), name)
             return
         if default and any(self._has(part, name) for part in self._parts_of(base)):
             base_parts = [part for part in self._parts_of(base) if self._has(part, name)]
@@ -360,8 +376,7 @@ class _File:
             return  # a function, a module, None; what every class has
         for ancestor in info.mro:
             if ancestor.fullname in STANDS_FOR and name in ancestor.names:
-                owner = STANDS_FOR[ancestor.fullname]
-                module = self._module_of(owner)
+                module, owner = self._home(STANDS_FOR[ancestor.fullname])
                 if self._is_declared_only(ancestor, name) or self._is_listed(module, owner, name):
                     self._use(node, module, owner, name)
                 return
@@ -373,8 +388,7 @@ class _File:
             return
         mixin = next((a.fullname for a in info.mro if a.fullname in STANDS_FOR), None)
         if mixin is not None:
-            owner = STANDS_FOR[mixin]
-            self._use(node, self._module_of(owner), owner, name)
+            self._use(node, *self._home(STANDS_FOR[mixin]), name)
             return
         theirs = next((ancestor for ancestor in info.mro if _is_vllm(ancestor)), None)
         if theirs is not None:
@@ -414,15 +428,19 @@ class _File:
             f'parameters matter, Hook("{module}", "{owner}.{name}", ...) to {_HOOKS}',
         )
 
-    def _module_of(self, owner: str) -> str:
-        return next(e.module for e in self._entries if e.name.partition(".")[0] == owner)
+    def _home(self, owner: str) -> tuple[str, str]:
+        """Module and name of a class of vLLM, given with or without its module."""
+        module, _, name = owner.rpartition(".")
+        if not module:
+            module = next(e.module for e in self._entries if e.name.partition(".")[0] == owner)
+        return module, name
 
     def _override(self, node: ast.FunctionDef) -> None:
         """A method of a mixin that replaces one of vLLM's."""
         parent = self._parents.get(node)
         if isinstance(parent, ast.ClassDef) and f"{self._module}.{parent.name}" in STANDS_FOR:
-            owner = STANDS_FOR[f"{self._module}.{parent.name}"]
-            if self._is_listed(self._module_of(owner), owner, node.name):
+            module, owner = self._home(STANDS_FOR[f"{self._module}.{parent.name}"])
+            if self._is_listed(module, owner, node.name):
                 self._analysis.used.add((owner, node.name))
 
     def _call(self, node: ast.Call) -> None:
@@ -451,7 +469,7 @@ class _File:
                 name = str(keyword.arg)
                 if info.name in KEYWORDS_OF and _constructs(part):
                     owner = KEYWORDS_OF[info.name]
-                    self._use(node, self._module_of(owner), owner, name)
+                    self._use(node, *self._home(owner), name)
                 elif not self._is_parameter(info, name):
                     assert target is not None
                     self._access_one(node, target, name, part)

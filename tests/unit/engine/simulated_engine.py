@@ -24,6 +24,8 @@ class Machine:
     """Drafting of a step."""
     idle: float = 0.005
     """The same of a step that drafts nothing, and part of any other's."""
+    resting: float = 0.001
+    """The same of a step whose tokens are read later."""
     noise: float = 0.15
     outliers: float = 0.005
     """Share of steps that take ten times as long."""
@@ -87,6 +89,7 @@ def simulate(
     phase = rng.uniform(0, 2 * math.pi)
     run = Run()
     drafts: Sequence[int] = ()
+    num_before = 0
     for step in range(num_steps):
         num_requests = batch(step)
         drafts = [*drafts, *[0] * num_requests][:num_requests]
@@ -100,6 +103,15 @@ def simulate(
         if rng.random() < machine.outliers or step == machine.first_outlier:
             measured *= 10
         rooms = [most] * num_requests
+        if budget is not None and num_requests == num_before and budget.may_rest():
+            resting = machine.resting * plain
+            taken = 0.03 * speed * resting * (1 + machine.noise * rng.uniform(-1, 1))
+            budget.rested(num_requests, measured, taken)
+            run.values.append(plain * speed)
+            run.times.append((plain + resting) * speed)
+            run.num_drafted.append(0)
+            continue
+        num_before = num_requests
         if budget is not None:
             budget.verified(num_requests, num_drafted, emitted, None if prefill(step) else measured)
             allowance = budget.allow(rooms)

@@ -20,7 +20,6 @@ import torch
 from vllm_spec_ext.engine.drafting import drafter as drafter_module
 from vllm_spec_ext.engine.drafting.drafter import Drafter
 from vllm_spec_ext.engine.starting.spec_config import MethodSettings, SpecExtConfig
-from vllm_spec_ext.engine.watching.shared_counters import CounterReadings
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import (
@@ -100,9 +99,7 @@ def _register(monkeypatch: pytest.MonkeyPatch) -> None:
     LIVES.clear()
 
 
-def make(
-    method: str, *, index: int = 0, rank: int = 0, key: str | None = None, **options: Any
-) -> Drafter:
+def make(method: str, *, index: int = 0, rank: int = 0, **options: Any) -> Drafter:
     """A drafter as a worker builds it, its model loaded."""
     schema = registry.load(method).info.options
     spec = object.__new__(SpecExtConfig)
@@ -113,12 +110,11 @@ def make(
         MethodSettings(
             method=method,
             options=schema.model_validate(options),
-            counter_key=key,
         ),
     )
     config = SimpleNamespace(
         speculative_config=spec,
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        scheduler_config=SimpleNamespace(max_num_seqs=4, async_scheduling=False),
         parallel_config=SimpleNamespace(rank=rank, data_parallel_index=index),
         model_config=SimpleNamespace(get_vocab_size=lambda: 50, max_model_len=64, model="MODEL"),
     )
@@ -195,13 +191,3 @@ def test_at_exit_the_file_holds_what_the_latest_proposer_knows(tmp_path: Path) -
 def test_one_process_of_a_deployment_may_write_files(*, index: int, rank: int, may: bool) -> None:
     drafter = make("mortal", index=index, rank=rank)
     assert drafter._proposer.may_write is may  # type: ignore[attr-defined]
-
-
-def test_replicas_never_count_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    drafters = [make("mortal", index=index, key="a") for index in range(2)]
-    for number, drafter in enumerate(drafters, 1):
-        drafter._counters.add(steps=number)
-    (folder,) = tmp_path.iterdir()
-    assert len(list(folder.iterdir())) == 2
-    assert CounterReadings([str(folder)])["steps"] == 3

@@ -30,8 +30,8 @@ PARALLEL: Any = SimpleNamespace(
 def test_kv_connectors_are_refused_however_they_are_asked_for(
     settings: dict[str, Any], words: str
 ) -> None:
-    args: Any = SimpleNamespace(**settings)
+    args: Any = SimpleNamespace(async_scheduling=None, **settings)
     with pytest.raises(UnsupportedError, match=words):
         refuse_unsupported(args, "input_copy", MODEL, PARALLEL)
-    nothing: Any = SimpleNamespace(**dict.fromkeys(settings))
+    nothing: Any = SimpleNamespace(async_scheduling=None, **dict.fromkeys(settings))
     refuse_unsupported(nothing, "input_copy", MODEL, PARALLEL)

@@ -6,7 +6,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_spec_ext.engine.models.same_ids import difference
-from vllm_spec_ext.engine.starting.scratch import num_scratch_blocks
+from vllm_spec_ext.engine.starting.scratch import check_room, num_scratch_blocks
+from vllm_spec_ext.errors import SpecExtError
 
 
 class Letters:
@@ -64,3 +65,11 @@ def test_scratch_blocks(
     tree: bool, tokens: int, requests: int, block_size: int | None, expected: int
 ) -> None:
     assert num_scratch_blocks(tree, tokens, requests, block_size) == expected
+
+
+def test_too_little_room_beside_scratch_blocks() -> None:
+    check_room(left=600, available=1000, needed=600, num_blocks=4)
+    # vLLM's own message is right where a request would not fit without them either.
+    check_room(left=100, available=500, needed=501, num_blocks=4)
+    with pytest.raises(SpecExtError, match=r"found 1000 bytes, expected at least 1001: 601 .*4 bl"):
+        check_room(left=600, available=1000, needed=601, num_blocks=4)

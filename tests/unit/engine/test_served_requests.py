@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance of one request among its metrics, and our counters among those of Ray."""
+"""Acceptance of one request among its metrics."""
 
 import asyncio
 import dataclasses
@@ -16,8 +16,6 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, RequestStateStats
 
 from vllm_spec_ext.engine.starting.spec_config import MethodSettings, SpecExtConfig
 from vllm_spec_ext.engine.watching import served_requests
-from vllm_spec_ext.engine.watching.ray_counters import RayCounters, count_in_ray
-from vllm_spec_ext.engine.watching.shared_counters import CounterWriter
 from vllm_spec_ext.options import MethodOptions
 
 
@@ -57,7 +55,6 @@ class Engine:
     def __init__(self, config: object, level: str) -> None:
         self.vllm_config = SimpleNamespace(speculative_config=config)
         self.observability_config = SimpleNamespace(per_request_spec_decode_metrics=level)
-        self.logger_manager = None
         self.closed = False
 
     async def generate(self, prompt: str) -> AsyncIterator[RequestOutput]:
@@ -70,7 +67,7 @@ class Engine:
 
 def ours() -> SpecExtConfig:
     config = object.__new__(SpecExtConfig)
-    settings = MethodSettings(method="input_copy", options=MethodOptions(), counter_key="k")
+    settings = MethodSettings(method="input_copy", options=MethodOptions())
     config.__dict__.update(spec_ext=settings, draft_models=(), cache_views=())
     return config
 
@@ -94,59 +91,3 @@ def test_streams(config: object, level: str, added: bool) -> None:
         return kinds
 
     assert asyncio.run(ask()) == [False, added]
-
-
-@pytest.fixture
-def ray_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, float]:
-    """Values that Ray was told, by name."""
-    pytest.importorskip("ray")
-    from vllm.v1.metrics import ray_wrappers
-
-    values: dict[str, float] = {}
-
-    class Metric:
-        def __init__(self, name: str, documentation: str, labelnames: list[str]) -> None:
-            self.name = name
-
-        def labels(self, **labels: str) -> "Metric":
-            assert labels == {"method": "input_copy", "rule": "exact"}
-            return self
-
-        def inc(self, value: float) -> None:
-            values[self.name] = values.get(self.name, 0.0) + value
-
-        def set(self, value: float) -> None:
-            values[self.name] = value
-
-    monkeypatch.setattr(ray_wrappers, "RayCounterWrapper", Metric)
-    monkeypatch.setattr(ray_wrappers, "RayGaugeWrapper", Metric)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return values
-
-
-def test_ray_is_told_what_is_new(
-    ray_metrics: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = ours()
-    writer = CounterWriter(config.spec_ext.counter_folder, 0)
-    counters = RayCounters(config)
-    busy, idle = SimpleNamespace(num_running_reqs=2), SimpleNamespace(num_running_reqs=0)
-    writer.add(steps=3)
-    counters.record(busy, None)
-    writer.add(steps=4)
-    counters.record(busy, None)  # too soon
-    assert (ray_metrics["spec_ext:steps"], ray_metrics["spec_ext:lossless"]) == (3, 1)
-    counters.record(idle, None)
-    counters.record(None, None)
-    assert ray_metrics["spec_ext:steps"] == 7
-
-
-def test_only_engines_whose_metrics_go_to_ray(ray_metrics: dict[str, float]) -> None:
-    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
-
-    rays = object.__new__(RayPrometheusStatLogger)
-    for loggers, expected in (([object()], 1), ([rays], 2)):
-        engine: Any = SimpleNamespace(logger_manager=SimpleNamespace(stat_loggers=loggers))
-        for _ in range(2):
-            count_in_ray(engine, ours())
-        assert len(engine.logger_manager.stat_loggers) == expected

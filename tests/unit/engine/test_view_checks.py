@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which views an engine keeps, and which targets it refuses, told from settings alone."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from vllm_spec_ext.engine.views import view_checks
 from vllm_spec_ext.engine.views.view_checks import check_views, wanted_views
+from vllm_spec_ext.engine.views.view_host import warn_of_idle_views
 from vllm_spec_ext.errors import UnsupportedError
 from vllm_spec_ext.proposers.cache_view import CacheView
 from vllm_spec_ext.proposers.cache_view.options import CacheViewOptions
@@ -95,3 +97,33 @@ def test_heads_whose_keys_cannot_be_read_in_a_cpu_s_cache(
     with pytest.raises(UnsupportedError, match=f"head size {size}, .* and a head size that are"):
         check("retrieval", get_head_size=lambda: size)
     check("stream", get_head_size=lambda: size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "budget", "longest", "is_told"),
+    [
+        ("stream", 160, 160, True),
+        ("retrieval", 4096, 2048, True),
+        ("stream", 96, 160, False),
+        ("retrieval", 1024, 8192, False),
+        ("full", 1024, 512, False),
+    ],
+)
+def test_a_view_that_can_never_hide_anything_is_told(
+    kind: Any,
+    budget: int,
+    longest: int,
+    is_told: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would draft nothing without a word: no request is longer than the view."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # to where caplog listens
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=longest),
+        cache_config=SimpleNamespace(block_size=32),
+    )
+    with caplog.at_level(logging.WARNING, "vllm.spec_ext"):
+        warn_of_idle_views([ViewSpec("view", kind, budget, sink=32, recent=64)], config)
+    words = f"shows {budget} tokens of a request, found max_model_len {longest}, expected more"
+    assert (words in caplog.text) == is_told

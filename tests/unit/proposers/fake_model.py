@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft model without an engine, which also checks that it is used as the contract says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -144,6 +144,9 @@ class FakeModel:
 
     def forward_seconds(self, num_rows: int) -> float | None:
         return None if self.seconds is None else self.seconds(num_rows)
+
+    def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        raise NotImplementedError("a law has no weights")
 
     def _own(self, branch: Branch) -> FakeBranch:
         assert isinstance(branch, FakeBranch)

@@ -66,7 +66,7 @@ def test_all_pass(outcome: Callable[..., Outcome]) -> None:
     assert " 4 passed in " in lines[-1]
     assert re.fullmatch(r"memory: at most \d+\.\d GiB at once, all processes together", lines[-2])
     assert lines[-3].startswith("other: 2 passed (")
-    assert any(line.startswith("     one | ") and "test_one.py .." in line for line in lines)
+    assert any(line.startswith("      one | ") and "test_one.py .." in line for line in lines)
 
 
 def test_what_failed_in_the_first_part_stands_at_the_end(outcome: Callable[..., Outcome]) -> None:
@@ -141,8 +141,26 @@ def test_every_test_file_is_in_one_part(run_tests: ModuleType) -> None:
         file
         for places in run_tests.PARTS.values()
         for place in places
+        if "::" not in place  # run once more under other conditions
         for file in (
             (root / place).rglob("test_*.py") if (root / place).is_dir() else [root / place]
         )
     )
     assert found == Counter((root / "tests").rglob("test_*.py"))
+
+
+def test_what_runs_again_with_a_newer_vllm_is_there(run_tests: ModuleType) -> None:
+    assert run_tests.PARTS[run_tests.NEXT] == run_tests.NEXT_TESTS
+    for place in run_tests.NEXT_TESTS:
+        file, _, name = place.partition("::")
+        text = (SCRIPT.parents[1] / file).read_text()
+        assert name.partition("[")[0] in text, place
+
+
+def test_a_part_has_variables_of_its_own(
+    run_tests: ModuleType, outcome: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_tests, "VARIABLES", {"one": {"OF_A_PART": "yes"}})
+    check = "import os\ndef test_it(): assert os.environ.get('OF_A_PART') == {!r}\n"
+    status, _ = outcome(one=check.format("yes"), other=check.format(None))
+    assert status == 0

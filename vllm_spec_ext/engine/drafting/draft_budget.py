@@ -9,7 +9,8 @@ fresh engine less: a draft is allowed if that holds even when all of it is rejec
 How much of what may still be lost is put at stake follows what drafts earned lately. Where they
 lose, and in a fresh engine, none are verified; the proposer is asked for *shadow* drafts now and
 then (:mod:`.shadow_drafts`), which show what they would have earned without the cost of
-verification. The less may still be lost, the surer a proposer must be of a token.
+verification. The less may still be lost, the surer a proposer must be of a token. Where they lose,
+the proposer *rests*, too: it reads the new tokens of several steps at once.
 
 No clock here: times are given.
 """
@@ -20,22 +21,26 @@ from dataclasses import dataclass, replace
 from vllm_spec_ext.engine.drafting.loss_window import NUM_STEPS, LossWindow
 from vllm_spec_ext.engine.drafting.step_costs import CostEstimate, StepCosts
 
-_LIMIT = 3.35  # plain steps: what may be lost over 200 steps, 0.98 of plain speed less a margin
+_LIMIT = 2.7  # plain steps: what may be lost over 200 steps, 0.98 of plain speed less a margin
 _LEAST_LIMIT = 1.2
 _FIRST_LIMIT = 0.6  # the same of a fresh engine
 _FIRST_STEPS = 50
 _SAME_UNIT = 0.8  # plain times whose ratio is nearer to one count alike
 _CAUTION = 1.5  # standard errors that estimated costs are raised by
-_LATELY = 0.15  # weight of the last step with drafts in what drafts earned lately
+# Weight of the last step with drafts in what drafts earned lately: the least, and where drafting
+# itself is dear, as it is lost in any case.
+_LATELY, _LATELY_DEAR = 0.07, 0.15
 _TRUSTED = 0.45  # plain steps a step: of what drafts earned lately, what counts once they fail
 _AMPLE = 0.6  # of the limit; with less, drafts must be surer
 _SURE = 0.4
+_AT_ONCE = 0.3  # of what is at stake, the part that one step may lose if drafts earn nothing
 _DOUBT = 0.1  # plain steps a step: loss from which on nothing is put at stake
 _RETURN = 0.2  # of what shadow drafts earned lately, a step: how soon a method that earns is back
 _RETURNED = 0.6  # plain steps: up to there
 _SHADOW = 0.002  # plain steps a step: what shadow drafts may cost
 _SAVED_SHADOW = 0.2  # plain steps: of that, what is saved up for dear ones, and a fresh engine has
 _FIRST_SHADOWS = 6  # steps with shadow drafts before the first ones are verified
+_RESTS = 7  # steps in a row whose tokens are read later
 
 _FIRST_DRAFTING = 0.1  # drafting of a step in plain steps, before it was measured
 _PAUSE = 4.0  # times the usual drafting time; the rest is a pause
@@ -59,6 +64,8 @@ class Allowance:
     """Tokens that any draft at all costs, beside that probability for each; None = not known."""
     is_shadow: bool = False
     """Drafts may be made, but not verified; :class:`.shadow_drafts.ShadowDrafts` follows them."""
+    may_rest: bool = False
+    """The tokens of the next steps may be read later, as nothing will be drafted for a while."""
 
 
 UNLIMITED = Allowance(None, None, "adaptive_length is off")
@@ -89,13 +96,19 @@ def shares(max_tokens: int, rooms: Sequence[int], first: int = 0) -> list[int]:
 class DraftBudget:
     """The ledger of one engine."""
 
-    def __init__(self) -> None:
-        """Start with the little that a fresh engine may lose."""
+    def __init__(self, can_rest: bool = False) -> None:
+        """Start with the little that a fresh engine may lose.
+
+        Args:
+            can_rest: The proposer may read the tokens of some steps later, see :meth:`rested`.
+        """
         self.costs = StepCosts()
         self._window = LossWindow()
         self._num_steps = 0
         self._drafting: dict[tuple[str, int], float] = {}  # usual seconds by method, size class
         self._idle: dict[tuple[str, int], float] = {}  # the same where nothing may be drafted
+        self._resting: dict[int, float] | None = {} if can_rest else None  # where nothing is read
+        self._rests_left = 0
         self._plain_s: float | None = None  # at the size of the last step
         self._unit = 0  # requests of the plain step that the ledger counts in
         self._size_class = 0
@@ -116,11 +129,22 @@ class DraftBudget:
     def _limit(self) -> float:
         if self._num_steps < _FIRST_STEPS:
             return _FIRST_LIMIT
-        idle = 0.0
-        if self._plain_s is not None:
-            size = self._size_class
-            idle = sum(s for (_, known), s in self._idle.items() if known == size) / self._plain_s
+        idle = 0.0 if self._plain_s is None else self._least_idle / self._plain_s
         return max(_LEAST_LIMIT, _LIMIT - NUM_STEPS * (idle + _SHADOW))
+
+    @property
+    def _usual_idle(self) -> float:
+        """Seconds of a step in which the proposer reads, but may not draft."""
+        size = self._size_class
+        return sum(s for (_, known), s in self._idle.items() if known == size)
+
+    @property
+    def _least_idle(self) -> float:
+        """Seconds a step if from now on nothing is drafted; the ledger counts what is above."""
+        idle = self._usual_idle
+        if self._resting is None:
+            return idle
+        return (idle + _RESTS * self._resting.get(self._size_class, 0.0)) / (_RESTS + 1)
 
     def verified(
         self, num_requests: int, num_drafted: int, num_emitted: int, seconds: float | None
@@ -135,9 +159,7 @@ class DraftBudget:
         """
         if num_requests < 1:
             return
-        self._emitted = 0.97 * self._emitted + num_emitted
-        self._requests = 0.97 * self._requests + num_requests
-        self._verified = 0.97 * self._verified + num_drafted
+        self._count_tokens(num_requests, num_drafted, num_emitted)
         if seconds is not None:
             self.costs.observe(num_requests, num_drafted, seconds)
             self._since_plain = self._since_plain + 1 if num_drafted else 0
@@ -152,7 +174,7 @@ class DraftBudget:
         if num_drafted:
             gain = num_emitted / num_requests - 1.0 - _careful(found, num_drafted)
             self._window.add(gain)
-            self._learn(gain - self._usual_drafting(num_requests, found.plain_s))
+            self._learn(gain, self._usual_drafting(num_requests, found.plain_s))
         elif self.balance < _RETURNED and self._gain > 0.0:
             self._window.add(min(_RETURN * self._gain, _RETURNED - self.balance))
 
@@ -167,7 +189,7 @@ class DraftBudget:
         found = self.costs.estimate(num_requests)
         if num_drafted and found is not None:
             drafting = self._usual_drafting(num_requests, found.plain_s)
-            self._learn(num_accepted / num_requests - found.extra(num_drafted) - drafting)
+            self._learn(num_accepted / num_requests - found.extra(num_drafted), drafting)
 
     def drafted(self, seconds: Mapping[str, float]) -> None:
         """Count what drafting took after that, by method; the step is over."""
@@ -181,14 +203,41 @@ class DraftBudget:
                 weight = 1.0 if idle is None else 0.2 if taken < idle else 0.02
                 self._idle[key] = (1 - weight) * (idle or 0.0) + weight * taken
                 continue
-            idle = self._idle.get(key, 0.0)
             usual = self._drafting.get(key)
             pause = _FIRST_PAUSE * self._plain_s if usual is None else _PAUSE * usual
             counted = min(taken, max(pause, 0.01 * self._plain_s))
             weight = 1.0 if usual is None else 0.2
             self._drafting[key] = (1 - weight) * (usual or 0.0) + weight * counted
             if not self._is_shadow:
-                self._window.add(-max(0.0, counted - idle) / self._plain_s)
+                self._window.add(-max(0.0, counted - self._least_idle) / self._plain_s)
+        if not self._may_draft or self._is_shadow:
+            self._window.add((self._least_idle - self._usual_idle) / self._plain_s)
+        self._window.end_step()
+
+    def may_rest(self) -> bool:
+        """Whether the tokens of this step may be read later; then :meth:`rested` comes next."""
+        return self._rests_left > 0
+
+    def rested(self, num_requests: int, step_seconds: float, seconds: float) -> None:
+        """Count a step in which nothing was read; no other method is called for it.
+
+        Args:
+            num_requests: As in the step before.
+            step_seconds: The step up to here.
+            seconds: What it took from there on all the same.
+        """
+        assert self._resting is not None
+        assert self._plain_s is not None
+        self.costs.observe(num_requests, 0, step_seconds)
+        self._count_tokens(num_requests, 0, num_requests)
+        self._rests_left -= 1
+        self._num_steps += 1
+        self._shadow += _SHADOW
+        usual = self._resting.get(self._size_class, seconds)
+        # Pauses only make it longer, as with idle steps.
+        weight = 0.2 if seconds < usual else 0.02
+        self._resting[self._size_class] = usual + weight * (seconds - usual)
+        self._window.add((self._least_idle - usual) / self._plain_s)
         self._window.end_step()
 
     def allow(self, rooms: Sequence[int], is_following: bool = False) -> Allowance:
@@ -208,6 +257,7 @@ class DraftBudget:
             else:
                 self._shadow -= self._shadow_price(len(rooms))
         self._is_shadow = allowance.is_shadow
+        self._rests_left = _RESTS if allowance.may_rest else 0
         self._may_draft = allowance.max_tokens != 0 and any(rooms)
         return allowance
 
@@ -251,17 +301,30 @@ class DraftBudget:
             # Nothing is at stake: only what is drafted tells the proposer how sure it may be.
             return Allowance(None, break_even, f"{why}; {state}", fixed, is_shadow=True)
         if price > stake:
-            return Allowance(0, probability, f"drafts lost time; {state}, {least} tokens too many")
-        if _careful(found, total) + drafting <= stake:
+            why = f"drafts lost time; {state}, {least} tokens too many"
+            # What they earned comes back by itself, if reading on does not cost more.
+            comes_back = _RETURN * self._gain > self._usual_idle / found.plain_s
+            rests = self._resting is not None and not comes_back
+            return Allowance(0, probability, why, may_rest=rests)
+        # Drafts that earn little and vary much would lose it all in one step, and then stand still.
+        at_once = stake * min(1.0, _AT_ONCE + max(0.0, self._gain))
+        if _careful(found, total) + drafting <= at_once:
             return Allowance(None, probability, state, fixed)
-        affordable = max(least, self._affordable(found, total, stake - drafting))
+        affordable = max(least, self._affordable(found, total, at_once - drafting))
         return Allowance(affordable, probability, f"no more for a {state}", fixed)
 
-    def _learn(self, gain: float) -> None:
+    def _count_tokens(self, num_requests: int, num_drafted: int, num_emitted: int) -> None:
+        self._emitted = 0.97 * self._emitted + num_emitted
+        self._requests = 0.97 * self._requests + num_requests
+        self._verified = 0.97 * self._verified + num_drafted
+
+    def _learn(self, gain: float, drafting: float) -> None:
+        gain -= drafting
         # Neither what was earned nor what was lost before outweighs what is seen now for long.
         before = min(self._gain, _TRUSTED) if gain < 0.0 else max(self._gain, -3 * _DOUBT)
         self._num_gains += 1
-        self._gain = before + max(_LATELY, 1.0 / self._num_gains) * (gain - before)
+        weight = min(_LATELY_DEAR, max(_LATELY, drafting))
+        self._gain = before + max(weight, 1.0 / self._num_gains) * (gain - before)
 
     def _count_in(self, num_requests: int, plain_s: float) -> None:
         """Go over to plain steps of another length, where another batch size has one.

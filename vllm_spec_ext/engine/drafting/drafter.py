@@ -5,7 +5,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,20 @@ from vllm_spec_ext.engine.drafting.barrier import Barrier
 from vllm_spec_ext.engine.drafting.ranks import Ranks
 from vllm_spec_ext.engine.models.batch_events import block_events
 from vllm_spec_ext.engine.models.host import ModelHost
+from vllm_spec_ext.engine.packed_projection import packed_projection
 from vllm_spec_ext.engine.starting.scratch import num_scratch_blocks
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.engine.views.view_host import ViewHost
-from vllm_spec_ext.engine.watching.shared_counters import CounterWriter
-from vllm_spec_ext.engine.watching.source_counters import SourceCounterWriter
+from vllm_spec_ext.engine.watching.counts import WorkerCounts
+from vllm_spec_ext.engine.watching.source_counters import SourceCounter
+from vllm_spec_ext.online.session import OnlineSession, Origin
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
     Draft,
     EngineHandle,
+    Learns,
     StepContext,
     StepOutcome,
 )
@@ -86,18 +89,22 @@ class Drafter:
         self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
         parallel = vllm_config.parallel_config
         self._is_first_process = parallel.rank == 0 and parallel.data_parallel_index == 0
-        self._counter_folder = settings.counter_folder if parallel.rank == 0 else None
-        self._counters = CounterWriter(self._counter_folder, parallel.data_parallel_index)
-        self._sources = SourceCounterWriter(self._counter_folder, parallel.data_parallel_index)
+        self.counts = WorkerCounts()
+        """What the worker tells the front end, see :mod:`..watching.stat_channel`."""
+        self._sources = SourceCounter(self.counts)
+        self.online: OnlineSession | None = None
+        """Of rank 0, if the drafter learns while it serves."""
+        self._close_online: weakref.finalize[Any, Any] | None = None
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Called by vLLM once the target's weights are loaded."""
         model = self._vllm_config.model_config
         device = next(target_model.parameters()).device
         self.ranks = Ranks(get_tp_group(), device)
-        self.models.load(self._vllm_config, self.ranks, target_model, device, self._counter_folder)
-        self.views.load(self._vllm_config, self.ranks, target_model, device, self.models.paged)
-        self.views.count_in(self._counter_folder, len(self.models.paged))
+        self.models.load(self._vllm_config, self.ranks, target_model, device, self.counts)
+        self.views.load(
+            self._vllm_config, self.ranks, target_model, device, self.models.paged, self.counts
+        )
         self._engine = EngineHandle(
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
@@ -111,6 +118,7 @@ class Drafter:
             models=self.models.models,
             block_drafters=self.models.block_models,
             views=self.views.views,
+            pack=packed_projection,
         )
         self._barrier = Barrier(self.info.name, self._engine.vocab_size)
         self.ranks.lead(self._start_proposer)
@@ -119,12 +127,16 @@ class Drafter:
             warm_up_multi_step()
         if not self.ranks.leads:
             return
+        scheduler = self._vllm_config.scheduler_config
         logger.info(
-            "vllm-spec-ext: method %s, up to %d draft tokens a step, %s, drafts %s",
+            "vllm-spec-ext: method %s, up to %d draft tokens a step, %s, drafts %s, on %s, "
+            "%s scheduling",
             self.info.name,
             self._num_draft_tokens,
             "lossless" if self._settings.lossless else f"NOT lossless ({self._settings.rule})",
             "trees" if self.info.tree else "chains",
+            self._settings.runner,
+            "asynchronous" if scheduler.async_scheduling else "synchronous",
         )
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
@@ -156,20 +168,28 @@ class Drafter:
         refused_before = self._barrier.num_refused
         told = [*outcomes, *shadow_outcomes]
         self._barrier.call("observe", lambda: self._proposer.observe(told), None)
+        online = self.online
+        if online is not None:
+            self._barrier.call("online", lambda: online.verified(outcomes), None)
+            self._barrier.call("online", online.begin_step, None)
         drafts = self._barrier.drafts(self._proposer.propose, step) if step.requests else []
+        if online is not None and not is_shadow:
+            self._barrier.call("online", lambda: online.drafted(step, drafts), None)
+            if self._is_first_process:
+                self.counts.online(online.gauges())
         elapsed_us = (time.perf_counter() - start) * 1e6
         self.propose_us.append(elapsed_us)
         self._count(step, outcomes, self._barrier.num_refused - refused_before)
         self._sources.verified(outcomes)
         if is_shadow:
-            self._counters.add(shadow_nodes=sum(map(len, drafts)))
+            self.counts.add(shadow_nodes=sum(map(len, drafts)))
         else:
             self._sources.drafted(step, drafts)
-            self._counters.add(
+            self.counts.add(
                 drafted_nodes=sum(map(len, drafts)),
                 branching_drafts=sum(draft.parents is not None for draft in drafts),
             )
-        self._counters.time(elapsed_us)
+        self.counts.time(elapsed_us)
         return drafts
 
     def _count(
@@ -185,10 +205,11 @@ class Drafter:
         ]
         # The drafts made now are of the next step, which a request's last one never has.
         verified = {outcome.request_id for outcome in outcomes}
-        self._counters.add(
-            steps=len(decoded),
+        num_steps = sum(request.num_steps for request in decoded)
+        self.counts.add(
+            steps=num_steps,
             emitted_tokens=sum(len(request.new_tokens) for request in decoded),
-            empty_drafts=sum(request.request_id not in verified for request in decoded),
+            empty_drafts=num_steps - sum(request.request_id in verified for request in decoded),
             verified_drafts=len(verified),
             verified_nodes=sum(outcome.num_drafted for outcome in outcomes),
             accepted_nodes=sum(outcome.num_accepted for outcome in outcomes),
@@ -197,7 +218,11 @@ class Drafter:
 
     def count_held_back(self, num_requests: int) -> None:
         """Count requests that may draft less than they have room for, to save time."""
-        self._counters.add(held_back=num_requests)
+        self.counts.add(held_back=num_requests)
+
+    def guarded(self, what: str, call: Callable[[], None]) -> None:
+        """Do something for the proposer whose failure must not end the engine."""
+        self._barrier.call(what, call, None)
 
     def blocks_change(self, scheduler_output: "SchedulerOutput", gone: Sequence[str]) -> None:
         """Tell draft models and views which KV blocks get other contents in the step to come.
@@ -215,27 +240,52 @@ class Drafter:
         """Free the proposer's state of these requests."""
         if self.ranks.leads:
             self._sources.forget(request_ids)
+            online = self.online
+            if online is not None:
+                self._barrier.call("online", lambda: online.finish(request_ids), None)
             self._barrier.call("finish", lambda: self._proposer.finish(request_ids), None)
 
     def reset(self) -> None:
         """Forget everything learned from requests: a fresh proposer, warmed up anew.
 
-        As after a restart: what the old one saved when it was closed, the new one may read.
+        As after a restart: what the old one saved when it was closed, the new one may read. But
+        one that learned online drafts with the weights that it was started with.
         """
         self.close()
         self._proposer = self._new_proposer()
-        self.ranks.lead(self._start_proposer)
+        self.ranks.lead(partial(self._start_proposer, fresh=True))
 
     def close(self) -> None:
         """End the proposer's life; calls after the first do nothing."""
+        if self._close_online is not None:
+            self._close_online()
+            self.online = self._close_online = None
         if self._close_proposer is not None:
             self._close_proposer()
 
     def _new_proposer(self) -> BaseProposer:
         return registry.load(self._settings.method)(self._settings.options)
 
-    def _start_proposer(self) -> tuple[None, list[torch.Tensor]]:
+    def _start_proposer(self, fresh: bool = False) -> tuple[None, list[torch.Tensor]]:
         self._proposer.start(self._engine)
+        self._start_online(fresh)
         # Where nobody calls close(), when this object goes or the interpreter ends.
         self._close_proposer = weakref.finalize(self, _close, self._proposer)
         return None, []
+
+    def _start_online(self, fresh: bool) -> None:
+        """Open the folder in which the drafter learns, if it does; on rank 0."""
+        settings, proposer = self._settings, self._proposer
+        if settings.online is None:
+            return
+        assert isinstance(proposer, Learns)
+        origin = Origin(
+            method=settings.method,
+            target=self._engine.model,
+            vocab_size=self._engine.vocab_size,
+            folder=proposer.drafter_folder(settings.options),
+            files=proposer.drafter_files(settings.options),
+        )
+        first = self._is_first_process
+        self.online = OnlineSession(settings.online, origin, proposer, is_first=first, fresh=fresh)
+        self._close_online = weakref.finalize(self, self.online.close)

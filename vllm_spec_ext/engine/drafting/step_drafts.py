@@ -11,7 +11,8 @@ import torch
 from vllm_spec_ext.engine.drafting.draft_budget import UNLIMITED, Allowance, DraftBudget, shares
 from vllm_spec_ext.engine.drafting.scheduled_draft import ScheduledDraft
 from vllm_spec_ext.engine.drafting.shadow_drafts import MOST_TOKENS, ShadowDrafts
-from vllm_spec_ext.engine.models.batch_events import batch_rows
+from vllm_spec_ext.engine.drafting.step_tap import record_step, wants_any
+from vllm_spec_ext.engine.drafting.unread_tokens import UnreadTokens
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.plan import fitting_prefix, segment_bounds
 from vllm_spec_ext.proposers.base import (
@@ -24,33 +25,71 @@ from vllm_spec_ext.proposers.base import (
 from vllm_spec_ext.proposers.draft_tree import chain_parents, is_branching
 
 if TYPE_CHECKING:
-    from vllm_spec_ext.engine.runner import SpecRunnerMixin
+    from vllm_spec_ext.engine.spec_runner import SpecRunner
 
 
 class StepDrafts:
     """Of one runner; works on rank 0 only."""
 
-    def __init__(self, runner: "SpecRunnerMixin") -> None:
+    def __init__(self, runner: "SpecRunner") -> None:
         """Start with the small budget of a fresh engine, unless the user wants none."""
         self._runner = runner
-        adaptive = runner.speculative_config.spec_ext.options.adaptive_length
-        self.budget: DraftBudget | None = DraftBudget() if adaptive else None
+        settings = runner.speculative_config.spec_ext
+        # Models and views read the states of every step; what is learned from is recorded there.
+        drafter = runner.drafter
+        every_step = drafter.needs.every_step or drafter.models or drafter.views or settings.online
+        self.budget: DraftBudget | None = None
+        if settings.options.adaptive_length:
+            self.budget = DraftBudget(can_rest=not every_step)
         self._shadows = ShadowDrafts()
+        self._unread = UnreadTokens()
         self._num_held_back = 0  # steps
 
-    @property
-    def reads_next_tokens(self) -> int:
-        """Next tokens that the proposer wants of this step's rows.
+    def num_likeliest(self, step: Step) -> int:
+        """Likeliest next tokens that the proposer or the tap wants of this step's rows.
 
-        0 where none are drafted: reading them takes time, a hundredth of a small model's step.
+        0 where none are drafted or recorded: reading them takes time, a hundredth of a small
+        model's step.
         """
-        if self.budget is not None and self.budget.is_idle:
-            return 0
-        return self._runner.drafter.needs.next_tokens
+        drafter = self._runner.drafter
+        idle = self.budget is not None and self.budget.is_idle
+        wanted = 0 if idle else drafter.needs.next_tokens
+        online = drafter.online
+        if online is None or online.tap is None:
+            return wanted
+        states = map(self._runner.state_of, step.request_ids)
+        recorded = wants_any(online.tap, step.request_ids, states)
+        return max(wanted, online.num_likeliest if recorded else 0)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone."""
         self._shadows.forget(request_ids)
+        self._unread.forget(request_ids)
+
+    def make(
+        self,
+        step: Step,
+        new_tokens: list[list[int]],
+        sample_hidden_states: torch.Tensor,
+        max_draft_tokens: int,
+    ) -> list[list[int]]:
+        """Draft tokens of each request, in batch order; the drafts wait in the requests' states.
+
+        Rank 0 decides, the others follow. Arguments as of :meth:`decide`.
+        """
+        runner = self._runner
+        drafts, probs = runner.drafter.ranks.lead(
+            lambda: self.decide(step, new_tokens, sample_hidden_states, max_draft_tokens)
+        )
+        made, rest = iter(drafts), iter(probs)
+        result: list[list[int]] = [[] for _ in new_tokens]
+        for row, tokens in enumerate(new_tokens):
+            if tokens:
+                draft = next(made)
+                result[row] = draft.tokens
+                state = runner.state_of(draft.request_id)
+                state.draft, state.probs = draft, next(rest) if draft.drawn is not None else None
+        return result
 
     def decide(
         self,
@@ -71,9 +110,15 @@ class StepDrafts:
             The drafts, and the distributions of the drawn ones.
         """
         runner = self._runner
+        if self._rests(step, new_tokens):
+            return [ScheduledDraft(name, [], None, None) for name in step.request_ids], []
+        self._unread.begin_reading(step.request_ids)
         started = self._observe_step(step, new_tokens)
         rows = [row for row, tokens in enumerate(new_tokens) if tokens]
-        requests = [self._request_step(row, new_tokens[row], max_draft_tokens) for row in rows]
+        requests = [
+            self._request_step(step.request_ids[row], new_tokens[row], max_draft_tokens)
+            for row in rows
+        ]
         requests = self._with_next_tokens(step, rows, requests)
         known = self._follow_shadows(requests)
         requests, allowance = self._within_budget(requests)
@@ -90,10 +135,11 @@ class StepDrafts:
             allowance.fixed_cost,
             allowance.max_tokens if runner.drafter.needs.shares_nodes else None,
         )
-        self._log_outcomes(step, rows, new_tokens)
+        self._log_outcomes(step, rows, new_tokens, requests)
+        self._record(step, rows, requests, hidden)
         models, views = runner.drafter.models, runner.drafter.views
         if models or views:
-            batch = batch_rows(runner, step, new_tokens, models.group)
+            batch = runner.rows_of(step, new_tokens)
             models.begin_step(batch)
             views.begin_step(batch)
         made = runner.drafter.draft(
@@ -133,6 +179,20 @@ class StepDrafts:
             if log is not None:
                 log.drafted(request.request_id, tokens, parents, draft)
         return drafts, probs
+
+    def _rests(self, step: Step, new_tokens: list[list[int]]) -> bool:
+        """Leave the tokens of this step unread, if drafts lose time and nothing else happened."""
+        now = time.perf_counter()
+        if self.budget is None or not self.budget.may_rest() or step.started is None:
+            return False
+        # Who reads the log looks at every step; the end of a shadow draft is soon told.
+        if self._runner.step_log is not None or self._shadows:
+            return False
+        if any(step.drafts) or not self._unread.can_take(step.request_ids, new_tokens):
+            return False
+        self._unread.take(new_tokens)
+        self.budget.rested(len(new_tokens), now - step.started, time.perf_counter() - now)
+        return True
 
     def _observe_step(self, step: Step, new_tokens: list[list[int]]) -> float:
         """By now the new tokens are on the host; returns the time, at which drafting starts."""
@@ -183,16 +243,16 @@ class StepDrafts:
         self, step: Step, rows: Sequence[int], requests: list[RequestStep]
     ) -> list[RequestStep]:
         """Add what the target foresees at the rows of the step, where the proposer needs it."""
-        if step.likeliest is None:
+        if step.likeliest is None or not self._runner.drafter.needs.next_tokens:
             return requests
-        batch, count = self._runner.input_batch, len(step.request_ids)
-        histories = [(-1, -1)] * count
+        histories = [(-1, -1)] * len(step.request_ids)
         for row, request in zip(rows, requests, strict=True):
-            before = request.token_ids[: len(request.token_ids) - len(request.new_tokens)][-2:]
+            num_new = len(request.new_tokens) - (request.num_steps - 1)  # in this step
+            before = request.token_ids[: len(request.token_ids) - num_new][-2:]
             histories[row] = (-1, -1, *before.tolist())[-2:]
         parents = [
             self._runner.state_of(name).parents_of(draft) if draft else None
-            for name, draft in zip(batch.req_ids, step.drafts, strict=True)
+            for name, draft in zip(step.request_ids, step.drafts, strict=True)
         ]
         found = step.likeliest.of_requests(histories, step.drafts, parents)
         return [
@@ -200,24 +260,26 @@ class StepDrafts:
             for row, request in zip(rows, requests, strict=True)
         ]
 
-    def _request_step(self, row: int, new_tokens: list[int], max_draft_tokens: int) -> RequestStep:
+    def _request_step(
+        self, request_id: str, new_tokens: list[int], max_draft_tokens: int
+    ) -> RequestStep:
         runner = self._runner
-        batch = runner.input_batch
-        request_id = batch.req_ids[row]
-        num_tokens = int(batch.num_tokens_no_spec[row])
-        num_prompt_tokens = int(batch.num_prompt_tokens[row])
-        params = runner.requests[request_id].sampling_params
-        state = runner.state_of(request_id)
-        if state.options.max_draft_tokens is not None:
+        known, state = runner.known(request_id), runner.state_of(request_id)
+        params, num_tokens = known.params, len(known.token_ids)
+        if not state.options.enabled:
+            max_draft_tokens = 0
+        elif state.options.max_draft_tokens is not None:
             max_draft_tokens = min(max_draft_tokens, state.options.max_draft_tokens)
-        num_left = (params.max_tokens or runner.max_model_len) - (num_tokens - num_prompt_tokens)
+        num_output_tokens = num_tokens - known.num_prompt_tokens
+        num_left = (params.max_tokens or runner.max_model_len) - num_output_tokens
         # The bonus token needs a place too, so one less than what is left.
         room = min(max_draft_tokens, num_left - 1, runner.max_model_len - num_tokens - 1)
+        unread = self._unread.pop(request_id)
         return RequestStep(
             request_id=request_id,
-            token_ids=batch.token_ids_cpu[row, :num_tokens],
-            num_prompt_tokens=num_prompt_tokens,
-            new_tokens=new_tokens,
+            token_ids=known.token_ids,
+            num_prompt_tokens=known.num_prompt_tokens,
+            new_tokens=[*unread, *new_tokens],
             room=max(0, room),
             options=state.options,
             temperature=params.temperature,
@@ -225,6 +287,7 @@ class StepDrafts:
             top_p=params.top_p,
             seed=params.seed,
             share_group=state.share_group,
+            num_steps=len(unread) + 1,
         )
 
     def _verifiable(
@@ -242,7 +305,7 @@ class StepDrafts:
         if not is_branching(parents):
             return parents, 0
         trees = self._runner.tree_attention
-        params = self._runner.requests[request.request_id].sampling_params
+        params = self._runner.known(request.request_id).params
         # vLLM's grammar follows one chain of draft tokens.
         if trees is None or params.structured_outputs is not None:
             first_end = segment_bounds(parents)[0][1]
@@ -258,16 +321,44 @@ class StepDrafts:
         grammar cuts drafts where a drawn token breaks it, so what is left is no longer a draw; and
         the log-probabilities after sampling constraints are those of vLLM's own draws.
         """
-        params = self._runner.requests[request_id].sampling_params
+        params = self._runner.known(request_id).params
         if params.seed is not None or params.structured_outputs is not None:
             return False
-        return self._runner.sampler.logprobs_mode.startswith("raw")
+        mode = self._runner.vllm_config.model_config.logprobs_mode
+        return str(getattr(mode, "value", mode)).startswith("raw")
 
-    def _log_outcomes(self, step: Step, rows: list[int], new_tokens: list[list[int]]) -> None:
+    def _record(
+        self,
+        step: Step,
+        rows: list[int],
+        requests: list[RequestStep],
+        hidden: torch.Tensor | None,
+    ) -> None:
+        online = self._runner.drafter.online
+        if online is not None and online.tap is not None and rows:
+            states = [self._runner.state_of(request.request_id) for request in requests]
+            tap = online.tap
+            self._runner.drafter.guarded(
+                "online", lambda: record_step(tap, step, rows, requests, states, hidden)
+            )
+
+    def _log_outcomes(
+        self,
+        step: Step,
+        rows: list[int],
+        new_tokens: list[list[int]],
+        requests: list[RequestStep],
+    ) -> None:
         log = self._runner.step_log
         if log is None:
             return
         log.next_step()
-        for row in rows:
+        for row, request in zip(rows, requests, strict=True):
             accepted = step.accepted_nodes(row, len(new_tokens[row]) - 1)
-            log.verified(step.request_ids[row], step.drafts[row], accepted, new_tokens[row])
+            log.verified(
+                request.request_id,
+                step.drafts[row],
+                accepted,
+                new_tokens[row],
+                request.next_tokens,
+            )

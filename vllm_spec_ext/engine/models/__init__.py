@@ -3,5 +3,5 @@
 
 :mod:`.host` has the models of one engine. :mod:`.hosted_model` is one of them as a proposer sees
 it, with :mod:`.filled_blocks` and :mod:`.branches` for its books; these are pure. Only
-:mod:`.paged_model`, :mod:`.loading` and :mod:`.batch_events` know vLLM's V1 runner.
+:mod:`.paged_model`, :mod:`.loading` and :mod:`.batch_events` know vLLM's runners.
 """

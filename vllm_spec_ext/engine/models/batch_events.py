@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's V1 scheduler and runner say of requests and their KV blocks, in plain numbers."""
+"""What vLLM's scheduler and V1 runner say of requests and their KV blocks, in plain numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

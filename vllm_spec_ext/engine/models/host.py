@@ -21,7 +21,7 @@ from vllm_spec_ext.engine.models.paged_eagle import PagedEagle
 from vllm_spec_ext.engine.models.paged_model import PagedModel
 from vllm_spec_ext.engine.models.replay import SharedModel
 from vllm_spec_ext.engine.models.target_states import default_layers, layers_by_model, pick
-from vllm_spec_ext.engine.watching.model_counters import ModelCounterWriter
+from vllm_spec_ext.engine.watching.counts import WorkerCounts
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -38,7 +38,7 @@ class ModelHost:
         self.paged: list[PagedModel] = []
         self.models: list[HostedModel] = []
         self.block_models: list[BlockModel] = []
-        self._counters: list[ModelCounterWriter] = []
+        self._counts = WorkerCounts()
         self._layers: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
@@ -74,7 +74,7 @@ class ModelHost:
         ranks: Ranks,
         target: torch.nn.Module,
         device: torch.device,
-        counter_folder: str | None,
+        counts: WorkerCounts,
     ) -> None:
         """Load the models, on every rank, once in the life of an engine.
 
@@ -85,8 +85,9 @@ class ModelHost:
             ranks: The workers that run the models together.
             target: With its weights.
             device: Of the target.
-            counter_folder: Where this process counts for the front end; None = nowhere.
+            counts: Of this worker.
         """
+        self._counts = counts
         scheduler = vllm_config.scheduler_config
         default = default_layers(target) if self.heads else ()
         layers = iter(layers_by_model(self.heads, default))
@@ -119,8 +120,6 @@ class ModelHost:
                     view=config.view,
                 )
                 self.models.append(hosted)
-            replica = vllm_config.parallel_config.data_parallel_index
-            self._counters.append(ModelCounterWriter(counter_folder, replica, index))
         ranks.share_models(self.paged)
 
     @property
@@ -172,10 +171,10 @@ class ModelHost:
         Returns:
             Seconds of the step that went into unfinished prompts, which are no cost of drafts.
         """
-        for model, counter in zip(self._all, self._counters, strict=True):
+        for model in self._all:
             model.end_step(could_draft)
             counts = model.counts
-            counter.show(counts.forwards, counts.rows, counts.seconds)
+            self._counts.model(model.name, counts.forwards, counts.rows, counts.seconds)
         return sum(model.prompt_seconds for model in self._all)
 
 

@@ -109,6 +109,7 @@ class HostedModel:
         """Whether the proposer used it when it last could; prompts are read along only then."""
         self.prompt_seconds = 0.0
         """Of the current step: what reading unfinished prompts took."""
+        self.blocks = FilledBlocks(0, 1)  # until :meth:`bind`
         self._runner = runner
         self._num_ids = num_ids
         self._max_rows = max_rows

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes the draft models' layers out of the V1 runner's attention groups and into their own."""
+"""Takes the draft models' layers out of a runner's attention groups and into their own."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_spec_ext.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from vllm_spec_ext.engine.models.host import ModelHost
@@ -19,7 +21,16 @@ BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 """Attention backends whose metadata builders take any number of requests, as trees need, too."""
 
 
-def kv_group_of(runner: "GPUModelRunner", layer_names: set[str]) -> int:
+@dataclass(frozen=True)
+class KvParts:
+    """A KV cache as its runner made it."""
+
+    by_layer: Mapping[str, torch.Tensor]  # addressed by the scheduler's block ids
+    block_sizes: Sequence[int]  # of each KV group: tokens a block of its block table
+    kernel_block_sizes: Sequence[int]  # of each KV group that has attention layers
+
+
+def kv_group_of(runner: "GPUModelRunner | GPUModelRunnerV2", layer_names: set[str]) -> int:
     """The KV group that these layers share with the target.
 
     Raises:
@@ -39,9 +50,9 @@ def kv_group_of(runner: "GPUModelRunner", layer_names: set[str]) -> int:
 
 def bind_models(
     host: "ModelHost",
-    runner: "GPUModelRunner",
+    runner: "GPUModelRunner | GPUModelRunnerV2",
     scratch: range,
-    kv_by_layer: Mapping[str, torch.Tensor],
+    kv: KvParts,
 ) -> None:
     """Give the models their caches and metadata builders; the target's step forgets their layers.
 
@@ -52,7 +63,7 @@ def bind_models(
         host: With loaded models.
         runner: Its KV cache initialised.
         scratch: Ids of the scratch blocks; those before are the requests'.
-        kv_by_layer: Caches by the scheduler's blocks.
+        kv: What that is made of.
     """
     host.group = index = kv_group_of(runner, host.layer_names)
     for groups in runner.attn_groups:
@@ -66,16 +77,16 @@ def bind_models(
         made = _attention_groups(runner, paged.layer_names, index)
         for group in made:
             group.create_metadata_builders(
-                paged.vllm_config, runner.device, runner._kernel_block_sizes[index]
+                paged.vllm_config, runner.device, kv.kernel_block_sizes[index]
             )
             check_backend(group, "draft models")
-        caches = [kv_by_layer[name] for name in paged.layer_names]
+        caches = [kv.by_layer[name] for name in paged.layer_names]
         paged.bind(made, caches, num_blocks)
-    host.bind(scratch.start, runner.input_batch.block_table[index].block_size, scratch)
+    host.bind(scratch.start, kv.block_sizes[index], scratch)
 
 
 def _attention_groups(
-    runner: "GPUModelRunner", layer_names: Sequence[str], index: int
+    runner: "GPUModelRunner | GPUModelRunnerV2", layer_names: Sequence[str], index: int
 ) -> list[AttentionGroup]:
     """One group for each kind of layer (vLLM 0.32 ``GPUModelRunner.initialize_attn_backend``)."""
     spec = runner.kv_cache_config.kv_cache_groups[index].kv_cache_spec

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of a DFlash drafter over vLLM's V1 KV cache; one on every tensor-parallel rank.
+"""Passes of a DFlash drafter over vLLM's KV cache; one on every tensor-parallel rank.
 
 vLLM's module makes the context's keys and values of all layers at once and writes them
 (``precompute_and_store_context_kv``); its layers run the blocks. Around these stand the extras of
@@ -15,6 +15,7 @@ from vllm_spec_ext.engine.models.block_model import BlockOutput
 from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 from vllm_spec_ext.engine.models.paged_model import PagedModel
+from vllm_spec_ext.engine.packed_projection import packed_projection
 from vllm_spec_ext.proposers.blockwise.draft_logits import DraftLogits
 from vllm_spec_ext.proposers.nar.extras import Copies, SlotExtras, conditional_log_probs
 
@@ -63,7 +64,7 @@ class PagedBlocks(PagedModel):
         self._states: Sequence[torch.Tensor] = ()
         self._current: BlockPass | None = None
         listed = extras.draft_vocab
-        self._logits = DraftLogits(target, listed, vocab_size)
+        self._logits = DraftLogits(target, listed, vocab_size, packed_projection)
         self._place: torch.Tensor | None = None  # [vocab] column of a token, -1 = none
         if listed is not None:
             self._place = torch.full((vocab_size,), -1, device=device)

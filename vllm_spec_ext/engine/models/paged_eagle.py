@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes of an EAGLE-3 head over vLLM's V1 KV cache; one on every tensor-parallel rank."""
+"""Forward passes of an EAGLE-3 head over vLLM's KV cache; one on every tensor-parallel rank."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

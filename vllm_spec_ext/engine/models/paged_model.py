@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes of a draft model over vLLM's V1 KV cache; one on every tensor-parallel rank.
+"""Forward passes of a draft model over vLLM's KV cache; one on every tensor-parallel rank.
 
 The model's layers are ordinary attention layers of the engine: vLLM gave them caches in the
 target's KV group, and we build their metadata as vLLM does for its own drafters (vLLM 0.32

@@ -29,7 +29,7 @@ from vllm_spec_ext.scorers.options import EtaOptions, ScorerOptions
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
-    from vllm_spec_ext.engine.runner import SpecRunnerMixin
+    from vllm_spec_ext.engine.spec_runner import SpecRunner
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -46,26 +46,39 @@ class RequestState:
     draft: ScheduledDraft | None = None
     probs: torch.Tensor | None = None  # [num_nodes, vocab] that the draft was drawn from
 
-    def _draft_of(self, scheduled: Sequence[int]) -> ScheduledDraft | None:
-        """The draft, if what was scheduled is its beginning; vLLM also schedules placeholders."""
-        draft = self.draft
-        if draft is None or not scheduled or draft.tokens[: len(scheduled)] != list(scheduled):
-            return None
-        return draft
+    def _draft_of(self, scheduled: Sequence[int]) -> tuple[ScheduledDraft | None, int]:
+        """The draft and how much of it is scheduled; None if it is not what was scheduled.
+
+        vLLM also schedules placeholders (-1): alone, or behind a draft that is too short.
+        """
+        draft, size = self.draft, len(scheduled)
+        while size and scheduled[size - 1] < 0:
+            size -= 1
+        if draft is None or not size or draft.tokens[:size] != list(scheduled[:size]):
+            return None, 0
+        return draft, size
 
     def parents_of(self, scheduled: Sequence[int]) -> list[int] | None:
         """Parents of the scheduled part of the draft; None if that part is a chain."""
-        draft = self._draft_of(scheduled)
-        parents = None if draft is None else draft.parents
-        parents = None if parents is None else parents[: len(scheduled)]
+        draft, size = self._draft_of(scheduled)
+        parents = None if draft is None or draft.parents is None else draft.parents[:size]
         return parents if parents is not None and is_branching(parents) else None
 
     def distributions_of(self, scheduled: Sequence[int]) -> DraftDistributions | None:
         """What the scheduled part of the draft was drawn from; None if it was chosen."""
-        draft = self._draft_of(scheduled)
+        draft, size = self._draft_of(scheduled)
         if draft is None or draft.drawn is None or self.probs is None:
             return None
-        return DraftDistributions(self.probs[: len(scheduled)], draft.drawn)
+        return DraftDistributions(self.probs[:size], draft.drawn)
+
+
+@dataclass(frozen=True)
+class KnownRequest:
+    """A request of the batch, as its runner knows it."""
+
+    token_ids: NDArray[np.int32]  # [num_tokens] verified so far, the prompt first
+    num_prompt_tokens: int
+    params: "SamplingParams"
 
 
 class RequestStates:
@@ -79,19 +92,17 @@ class RequestStates:
     def __len__(self) -> int:
         return len(self._states)
 
-    def of(self, request_id: str, runner: "SpecRunnerMixin") -> RequestState:
+    def of(self, request_id: str, runner: "SpecRunner") -> RequestState:
         """The state of a request, read from its parameters at first."""
         state = self._states.get(request_id)
         if state is None:
-            batch = runner.input_batch
-            row = batch.req_id_to_index[request_id]
+            request = runner.known(request_id)
             facts = RequestFacts(
-                prompt=batch.token_ids_cpu[row, : batch.num_prompt_tokens[row]],
-                vocab_size=batch.vocab_size,
+                prompt=request.token_ids[: request.num_prompt_tokens],
+                vocab_size=runner.vllm_config.model_config.get_vocab_size(),
                 max_model_len=runner.max_model_len,
             )
-            params = runner.requests[request_id].sampling_params
-            state = self._states[request_id] = read_request(params, self._settings, facts)
+            state = self._states[request_id] = read_request(request.params, self._settings, facts)
         return state
 
     def forget(self, request_ids: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.platforms import current_platform
 from vllm.v1.sample.rejection_sampler import MAX_SPEC_LEN
 
+from vllm_spec_ext.engine.starting.runners import RunnerChoice, without_v2
 from vllm_spec_ext.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -64,10 +65,10 @@ def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig
             f"worker_cls={parallel.worker_cls!r}: this plugin needs its own worker class; "
             "leave --worker-cls out"
         )
-    if getattr(args, "async_scheduling", None):
+    if args.async_scheduling and without_v2() is not None:
         yield (
-            "async_scheduling forced on: drafts are made from the tokens of the step before; "
-            "leave --async-scheduling out"
+            "async_scheduling forced on: it needs vLLM's V2 model runner, and this engine gets V1 "
+            f"({without_v2()}); leave --async-scheduling out"
         )
     if getattr(args, "kv_transfer_config", None) is not None:
         yield "a KV connector (--kv-transfer-config): not tested with these hooks; leave it out"
@@ -79,6 +80,12 @@ def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig
         )
     if getattr(parallel, "enable_dbo", False):
         yield "dual-batch overlap (--enable-dbo): attention metadata is split; leave it out"
+    if getattr(args, "watermark_config", None):
+        yield "a watermark (--watermark-config), a part of vLLM's own verification; leave it out"
+    if getattr(args, "return_sampling_mask", False):
+        yield "return_sampling_mask: not tested with these methods; leave it out"
+    if getattr(args, "enable_trace_replay", False):
+        yield "a replayed trace (--enable-trace-replay): its tokens are given; leave it out"
     if getattr(args, "logits_processors", None):
         yield "custom logits processors: vLLM does not run them with speculative decoding"
 
@@ -100,6 +107,19 @@ def refuse_unsupported(
     reasons = list(_reasons(args, model, parallel))
     if reasons:
         raise UnsupportedError(f"{method} does not work with " + "; nor with ".join(reasons))
+
+
+def refuse_async(args: "EngineArgs", method: str, runner: RunnerChoice) -> None:
+    """Asynchronous scheduling needs the V2 runner.
+
+    Raises:
+        UnsupportedError: It was forced on, and the engine runs on V1.
+    """
+    if args.async_scheduling and not runner.is_v2:
+        raise UnsupportedError(
+            f"{method} does not work with async_scheduling forced on: it needs vLLM's V2 model "
+            f"runner, and this engine gets {runner}; leave --async-scheduling out"
+        )
 
 
 def refuse_processed_logprobs(model: "ModelConfig") -> None:

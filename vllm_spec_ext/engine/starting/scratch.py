@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many KV blocks are set aside for branches, and for drafts that leave a request's blocks."""
 
+from vllm_spec_ext.errors import SpecExtError
+
 MAX_TREES = 16  # requests that may draft branches in the same step before trees get smaller
 
 
@@ -27,3 +29,30 @@ def num_scratch_blocks(
         number += few * -(-num_draft_tokens // block_size)
         number += -(-(max_num_seqs - few) * num_draft_tokens // block_size)
     return number
+
+
+def check_room(left: int, available: int, needed: int, num_blocks: int) -> None:
+    """Say so if scratch blocks and page means leave no room for a request.
+
+    Where one would not fit without them either, nothing is said: vLLM's own message is right then.
+
+    Args:
+        left: Bytes for KV of requests.
+        available: Bytes for all KV.
+        needed: Bytes that the KV of the longest request takes.
+        num_blocks: Scratch blocks.
+
+    Raises:
+        SpecExtError: With what can be done.
+    """
+    if left >= needed or available < needed:
+        return
+    raise SpecExtError(
+        f"too little KV cache beside what drafts need: found {available} bytes, expected at least "
+        f"{needed + available - left}: {needed} for one request of max_model_len tokens, and "
+        f"{available - left} for drafts ({num_blocks} blocks for branches and for what is "
+        "drafted ahead, and means of pages where a view chooses them). Raise "
+        "--kv-cache-memory-bytes or --gpu-memory-utilization, or lower --max-model-len, "
+        "--max-num-seqs or num_speculative_tokens; "
+        "a method that drafts chains without a model needs no such blocks"
+    )

@@ -3,7 +3,8 @@
 
 Inside vLLM our methods are its official ``custom_class`` (vLLM 0.32
 ``SpeculativeConfig.__post_init__``), which makes it take the V1 runner, leave asynchronous
-scheduling off and build our drafter itself.
+scheduling off and build our drafter itself; or, on its V2 runner, its ``ngram_gpu``, whose drafter
+our worker replaces (:mod:`.runners`).
 """
 
 import multiprocessing
@@ -23,17 +24,19 @@ from vllm_spec_ext.engine.requests.door import install_request_validation
 from vllm_spec_ext.engine.starting.arrival import Arrival
 from vllm_spec_ext.engine.starting.limits import (
     MAX_DRAFT_TOKENS,
+    refuse_async,
     refuse_processed_logprobs,
     refuse_unsupported,
     worker_class,
 )
+from vllm_spec_ext.engine.starting.online_checks import check_online, parse_online
+from vllm_spec_ext.engine.starting.runners import RunnerChoice, choose_runner
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.engine.views.view_checks import check_views, wanted_views
-from vllm_spec_ext.engine.watching.metrics import publish
 from vllm_spec_ext.engine.watching.served_requests import install_watch
-from vllm_spec_ext.engine.watching.shared_counters import folder_of, new_key
+from vllm_spec_ext.engine.watching.stat_logger import install_stat_logger
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.options import MethodOptions, parse_options, unknown_option
+from vllm_spec_ext.options import MethodOptions, OnlineOptions, parse_options, unknown_option
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import ProposerInfo, TargetFacts
 from vllm_spec_ext.scorers.options import ScorerOptions
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from vllm_spec_ext.engine.models.draft_config import DraftConfig
     from vllm_spec_ext.proposers.views import ViewSpec
 
+V2_METHOD = "ngram_gpu"
 DRAFTER_CLASS = "vllm_spec_ext.engine.drafting.drafter.Drafter"
 
 # vLLM's own speculative options that mean the same for our methods.
@@ -54,6 +58,9 @@ VLLM_OPTIONS = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size
 
 # Ours, for every method: the acceptance rule, and the consent that a lossy one needs.
 RULE_OPTIONS = ("scorer", "allow_lossy")
+
+# Ours, for methods with weights that can learn while they serve.
+ONLINE_OPTIONS = ("online",)
 
 # Ours, for every method: whether requests without a cache_salt share what proposers learn.
 SHARING_OPTIONS = ("share_unsalted",)
@@ -68,15 +75,12 @@ class MethodSettings(BaseModel):
     options: SerializeAsAny[MethodOptions]
     rule: SerializeAsAny[ScorerOptions] | None = None
     """Acceptance rule; None is the exact, lossless one."""
-    counter_key: str | None = None
-    """Name under which the workers count for the front end; None = they count for themselves."""
     share_unsalted: bool = False
     """Requests without a ``cache_salt`` share what proposers learn of their tokens."""
-
-    @property
-    def counter_folder(self) -> str | None:
-        """Where the workers count, if they run on this machine."""
-        return None if self.counter_key is None else folder_of(self.counter_key)
+    runner: str = ""
+    """vLLM's model runner and why, for the start-up line."""
+    online: OnlineOptions | None = None
+    """How the drafter learns while it serves; None = it does not."""
 
     @property
     def lossless(self) -> bool:
@@ -116,7 +120,7 @@ class SpecExtConfig(SpeculativeConfig):
         """Arrived, or copied; in a front end that did not build it, do what building does there."""
         self.__dict__.update(state)
         if multiprocessing.parent_process() is None:  # vLLM's engines and workers are children
-            set_up_front_end(self)
+            set_up_front_end()
 
     @property
     def lossless(self) -> bool:
@@ -145,6 +149,7 @@ class ParsedMethod:
     rule: ScorerOptions | None
     allow_lossy: bool
     share_unsalted: bool | None  # None: as the kind of engine says
+    online: OnlineOptions | None
     vllm_options: dict[str, Any]  # keyword arguments of vLLM's own configuration
 
 
@@ -166,15 +171,16 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
     rule = values.pop("scorer", None)
     allow_lossy = values.pop("allow_lossy", False)
     share_unsalted = values.pop("share_unsalted", None)
+    online = parse_online(values.pop("online", None), method)
     if "rejection_sample_method" in values:
         raise SpecExtError(
             f"rejection_sample_method: found {values['rejection_sample_method']!r}; vLLM has its "
-            "block and synthetic rules in its V2 model runner only, and our methods run in V1. "
+            "block and synthetic rules for its own drafters only. "
             "Leave it out: acceptance is exact without it (docs: losslessness)"
         )
     for key in values:
         if key not in found.options.model_fields:
-            ours = [*RULE_OPTIONS, *SHARING_OPTIONS, *found.options.model_fields]
+            ours = [*RULE_OPTIONS, *SHARING_OPTIONS, *ONLINE_OPTIONS, *found.options.model_fields]
             raise unknown_option(found.options, method, key, ["method", *VLLM_OPTIONS, *ours])
     if not isinstance(allow_lossy, bool):
         raise SpecExtError(f"allow_lossy: found {allow_lossy!r}, expected true or false")
@@ -185,7 +191,9 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
     vllm_options["num_speculative_tokens"] = num_draft_tokens
     parsed_rule = None if rule is None else parse_rule(rule)
     check_rule(parsed_rule, allow_lossy, num_speculative_tokens=num_draft_tokens)
-    return ParsedMethod(found, options, parsed_rule, allow_lossy, share_unsalted, vllm_options)
+    return ParsedMethod(
+        found, options, parsed_rule, allow_lossy, share_unsalted, online, vllm_options
+    )
 
 
 def shares_unsalted(asked: bool | None, engine_args: Any) -> bool:
@@ -269,11 +277,22 @@ def build_spec_config(
     )
     proposer = registry.load(method)
     proposer.check(parsed.options, facts)
+    if parsed.online is not None:
+        check_online(parsed.online, method, proposer, parsed.options, share_unsalted)
     views = wanted_views(proposer.views(parsed.options))
     check_views(views, method, engine_args, target_model_config, target_parallel_config)
-    draft_models = draft_configs(
-        proposer.models(parsed.options), target_model_config, target_parallel_config
+    models = proposer.models(parsed.options)
+    runner = choose_runner(
+        engine_args,
+        method,
+        target_model_config,
+        target_parallel_config,
+        bool(views),
+        parsed.online is not None,
+        parsed.vllm_options,
     )
+    refuse_async(engine_args, method, runner)
+    draft_models = draft_configs(models, target_model_config, target_parallel_config)
     check_memory(
         engine_args,
         target_model_config,
@@ -286,14 +305,14 @@ def build_spec_config(
         method=parsed.info.name,
         options=parsed.options,
         rule=parsed.rule,
-        counter_key=new_key(),
         share_unsalted=share_unsalted,
+        runner=str(runner),
+        online=parsed.online,
     )
     if not settings.lossless:
         refuse_processed_logprobs(target_model_config)
     result = SpecExtConfig(
-        method="custom_class",
-        model=DRAFTER_CLASS,
+        **internal_method(engine_args, runner),
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         spec_ext=settings,
@@ -302,14 +321,27 @@ def build_spec_config(
         **parsed.vllm_options,
     )
     target_parallel_config.worker_cls = worker_class()
-    set_up_front_end(result)
+    set_up_front_end()
     return result
 
 
-def set_up_front_end(config: SpecExtConfig) -> None:
-    """Check options of requests in this process, and show what the workers count; idempotent."""
+def internal_method(engine_args: "EngineArgs", runner: RunnerChoice) -> dict[str, Any]:
+    """What our method is inside vLLM, on this runner.
+
+    Without ``--async-scheduling`` the V2 runner, too, is scheduled step by step: an asynchronous
+    scheduler has every request verify as many tokens in every step, whether it pays or not.
+    ``disable_padded_drafter_batch`` is vLLM's own way to say so.
+    """
+    if not runner.is_v2:
+        return {"method": "custom_class", "model": DRAFTER_CLASS}
+    return {
+        "method": V2_METHOD,
+        "disable_padded_drafter_batch": not engine_args.async_scheduling,
+    }
+
+
+def set_up_front_end() -> None:
+    """Check options of requests in this process, and show what workers count; idempotent."""
     install_request_validation()
     install_watch()
-    settings = config.spec_ext
-    if settings.counter_folder is not None:
-        publish(settings.method, config.rule, settings.counter_folder, config.reader_names)
+    install_stat_logger()

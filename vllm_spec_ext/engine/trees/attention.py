@@ -10,12 +10,13 @@ more virtual ones. CPU_ATTN, FLASH_ATTN and TRITON_ATTN keep that (vLLM 0.32), w
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_spec_ext.engine.trees.block_copies import copy_layer_blocks
 from vllm_spec_ext.engine.trees.plan import RequestRows, TreePlan, build_plan
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.utils import AttentionGroup
 
@@ -54,7 +56,7 @@ def with_scratch(kv_cache_config: "KVCacheConfig", num_scratch: int) -> "KVCache
     return result
 
 
-def unsupported_reason(runner: "GPUModelRunner") -> str | None:
+def unsupported_reason(runner: "GPUModelRunner | GPUModelRunnerV2") -> str | None:
     """Why this runner cannot verify branches; None if it can."""
     groups = [group for groups in runner.attn_groups for group in groups]
     if len(groups) != 1:
@@ -64,7 +66,7 @@ def unsupported_reason(runner: "GPUModelRunner") -> str | None:
         return f"attention backend {backend}, expected one of {', '.join(BACKENDS)}"
     if groups[0].kernel_block_size is not None:
         return "the attention kernel splits KV blocks; choose its own size with --block-size"
-    if runner.uses_mrope:
+    if runner.model_config.uses_mrope:
         return "the model uses multi-dimensional rotary positions"
     if runner.model_config.is_mm_prefix_lm:
         return "the model attends to images in both directions"
@@ -89,93 +91,85 @@ def unsupported_reason(runner: "GPUModelRunner") -> str | None:
 
 
 class TreeAttention:
-    """The scratch blocks of one runner and the plan of its current step."""
+    """The scratch blocks of one runner and the plan of its current step; for both runners."""
 
     def __init__(
         self,
-        runner: "GPUModelRunner",
+        runner: "GPUModelRunner | GPUModelRunnerV2",
         scratch: Sequence[int],
-        kv_by_layer: Mapping[str, torch.Tensor],
+        caches: Sequence[torch.Tensor],
+        block_size: int,
     ) -> None:
         """Hook into the runner's only attention group.
 
         Args:
             runner: vLLM's model runner, its KV cache initialised with the scratch blocks.
             scratch: Their ids.
-            kv_by_layer: Caches by the scheduler's blocks.
+            caches: Of the target's layers, by the scheduler's blocks.
+            block_size: Tokens a block of the request's block table.
         """
         self.scratch = list(scratch)
+        self.block_size = block_size
         self.plan: TreePlan | None = None
-        self._runner = runner
+        self._device: torch.device = runner.device
+        self._num_blocks: int = runner.kv_cache_config.num_blocks
+        self._requests: Sequence[RequestRows] = ()
+        self._table: Sequence[Sequence[int]] | NDArray[np.int32] = ()
         self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
         group = runner.attn_groups[0][0]
         self._wrap_metadata(group)
-        self._caches = [kv_by_layer[name] for name in group.layer_names]
+        self._caches = list(caches)
         for name in group.layer_names:
             self._wrap_write(runner.compilation_config.static_forward_context[name].impl)
 
-    @property
-    def block_size(self) -> int:
-        """Tokens a block of the request's block table."""
-        return self._runner.input_batch.block_table[0].block_size
-
     def plan_step(
-        self,
-        parents: Sequence[Sequence[int] | None],
-        drafts: Sequence[Sequence[int]],
-        num_scheduled: Sequence[int],
+        self, requests: Sequence[RequestRows], table: Sequence[Sequence[int]] | NDArray[np.int32]
     ) -> None:
         """Lay out the trees of a step, if it has any; after vLLM prepared its inputs.
 
         Args:
-            parents: Of each request's draft if it branches, else None.
-            drafts: Scheduled draft tokens of each request.
-            num_scheduled: Tokens of each request in this step.
+            requests: The batch.
+            table: Block ids of each request; those of requests without a tree are not looked at.
         """
-        self.plan, self._shared = None, None
-        batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
-        requests = []
-        for row, (own, draft) in enumerate(zip(parents, drafts, strict=True)):
-            num_tokens = int(num_scheduled[row])
-            computed = int(batch.num_computed_tokens_cpu[row])
-            tree = own if num_tokens == len(draft) + 1 else None
-            requests.append(RequestRows(int(starts[row]), num_tokens, computed, tree))
+        self.end_step()
         if any(request.parents is not None for request in requests):
-            table = batch.block_table[0].block_table.np
-            self.begin(build_plan(requests, table, self.block_size, self.scratch))
+            self._requests, self._table = requests, table
+            self.plan = build_plan(requests, table, self.block_size, self.scratch)
 
     def end_step(self) -> None:
         """The tree is verified: passes of the target between steps have nothing to do with it."""
         self.plan, self._shared = None, None
 
+    def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Put the plan into effect: positions, slots, copies of the tail blocks.
+
+        Args:
+            positions: [num_rows] int64 of the step; changed in place.
+            slots: [num_rows] int64 of the step's KV; changed in place.
+        """
+        plan, device = self.plan, self._device
+        assert plan is not None
+        if plan.rows:
+            positions[_tensor(plan.rows, device)] = _tensor(plan.positions, device)
+            slots[_tensor(plan.scratch_rows, device)] = _tensor(plan.scratch_slots, device)
+            self._shared = (_tensor(plan.shared_rows, device), _tensor(plan.shared_slots, device))
+        self.copy_blocks(plan.tail_copies)
+
     def commit(self, walk: Walk) -> None:
         """Put the accepted tokens' KV in its place, before anything counts as computed."""
         assert self.plan is not None
-        batch, copies = self._runner.input_batch, []
+        copies = []
         for row in self.plan.segments:
             num_accepted = int(walk.num_accepted[row])
             if not num_accepted:
                 continue
             last_node = int(walk.accepted[row, num_accepted - 1])
-            position = int(batch.num_computed_tokens_cpu[row]) + num_accepted
-            table = batch.block_table[0].block_table.np[row]
+            position = self._requests[row].num_computed + num_accepted
             copies += [
-                (block, int(table[column]))
+                (block, int(self._table[row][column]))
                 for block, column in self.plan.commits(row, last_node, position, self.block_size)
             ]
         self.copy_blocks(copies)
-
-    def begin(self, plan: TreePlan) -> None:
-        """Make a plan the current one: positions, slots, copies of the tail blocks."""
-        runner = self._runner
-        device = runner.device
-        self.plan = plan
-        if plan.rows:
-            runner.positions[_tensor(plan.rows, device)] = _tensor(plan.positions, device)
-            slots = runner.input_batch.block_table[0].slot_mapping.gpu
-            slots[_tensor(plan.scratch_rows, device)] = _tensor(plan.scratch_slots, device)
-            self._shared = (_tensor(plan.shared_rows, device), _tensor(plan.shared_slots, device))
-        self.copy_blocks(plan.tail_copies)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole KV blocks of the target's layers.
@@ -183,7 +177,7 @@ class TreeAttention:
         Args:
             pairs: (from, to); no block may be on both sides.
         """
-        copy_layer_blocks(self._caches, self._runner.kv_cache_config.num_blocks, pairs)
+        copy_layer_blocks(self._caches, self._num_blocks, pairs)
 
     def _wrap_write(self, impl: "CPUAttentionBackendImpl") -> None:
         """After a layer wrote its KV, write the shared ancestors into the scratch blocks too."""

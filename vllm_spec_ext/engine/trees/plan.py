@@ -10,6 +10,7 @@ behaves like a chain costs like one. All rows stay where vLLM put them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ class RequestRows:
     """One request's part of a step."""
 
     first_row: int  # its first token in the flattened batch
-    num_tokens: int  # its tokens in this step
+    num_tokens: int  # its tokens in this step; those behind its nodes only fill the step up
     num_computed: int  # position of its first token
     parents: Sequence[int] | None = None  # of its draft nodes if they branch, else None
 
@@ -123,21 +124,46 @@ def fitting_prefix(
     return len(parents), used
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A segment of a tree of some form, wherever the tree stands."""
+
+    first: int
+    end: int
+    depths: tuple[int, ...]  # of its nodes, 0 for children of the root
+    ancestors: tuple[tuple[int, int], ...]  # (node, depth) from its parent up, without the root
+
+
+@lru_cache(maxsize=4096)
+def _runs_of(parents: tuple[int, ...]) -> tuple[_Run, ...]:
+    """Segments of a tree of this form; many proposers draft few forms, step after step."""
+    depths = node_depths(parents)
+    runs = []
+    for first, end in segment_bounds(parents):
+        ancestors, node = [], parents[first]
+        while node >= 0:
+            ancestors.append((node, depths[node]))
+            node = parents[node]
+        runs.append(_Run(first, end, tuple(depths[first:end]), tuple(ancestors)))
+    return tuple(runs)
+
+
 def build_plan(
     requests: Sequence[RequestRows],
-    block_table: NDArray[np.int32],  # [num_requests, width] block ids
+    block_table: Sequence[Sequence[int]] | NDArray[np.int32],  # block ids of each request
     block_size: int,
     scratch: Sequence[int],  # free scratch block ids
 ) -> TreePlan:
     """Plan a step in which at least one request drafts branches."""
     plan = TreePlan()
-    free = list(scratch)
+    num_taken = 0
     for index, request in enumerate(requests):
         if request.parents is None:
             end = request.num_computed + request.num_tokens
             plan.add_virtual(index, request.first_row, request.num_tokens, end)
         else:
-            _plan_tree(plan, index, request, block_table[index], block_size, free)
+            blocks = block_table[index]
+            num_taken = _plan_tree(plan, index, request, blocks, block_size, scratch, num_taken)
     return plan
 
 
@@ -145,62 +171,62 @@ def _plan_tree(
     plan: TreePlan,
     index: int,
     request: RequestRows,
-    blocks: NDArray[np.int32],
+    blocks: Sequence[int] | NDArray[np.int32],
     block_size: int,
-    free: list[int],
-) -> None:
+    scratch: Sequence[int],
+    num_taken: int,  # of the scratch blocks
+) -> int:
+    """Add one tree to a plan; returns how many scratch blocks are taken then."""
     assert request.parents is not None
     parents, root = request.parents, request.num_computed
-    depths = node_depths(parents)
-    column = root // block_size
+    column, offset = divmod(root, block_size)
     segments = plan.segments.setdefault(index, [])
-    for first, end in segment_bounds(parents):
-        row = request.first_row + 1 + first
-        last = root + 1 + depths[end - 1]
-        if first == 0:
+    for run in _runs_of(tuple(parents)):
+        row = request.first_row + 1 + run.first
+        last = root + 1 + run.depths[-1]
+        if run.first == 0:
             # The root belongs to the first segment; both keep the request's own slots.
-            plan.add_virtual(index, request.first_row, end + 1, last + 1)
-            segments.append(Segment(0, end, (), column))
+            plan.add_virtual(index, request.first_row, run.end + 1, last + 1)
+            segments.append(Segment(0, run.end, (), column))
             continue
-        need = num_scratch_blocks(depths[end - 1], root, block_size)
-        if need > len(free):
-            _drop(plan, index, request, first)
-            return
-        taken, free[:] = tuple(free[:need]), free[need:]
-        segments.append(Segment(first, end, taken, column))
-        if root % block_size:
+        need = last // block_size - column + 1
+        if num_taken + need > len(scratch):
+            plan.num_dropped += len(parents) - run.first
+            _ignore(plan, index, request, run.first)
+            return num_taken
+        taken = tuple(scratch[num_taken : num_taken + need])
+        num_taken += need
+        segments.append(Segment(run.first, run.end, taken, column))
+        if offset:
             plan.tail_copies.append((int(blocks[column]), taken[0]))
-
-        def slot(position: int, taken: tuple[int, ...] = taken) -> int:
-            return taken[position // block_size - column] * block_size + position % block_size
-
-        for node in range(first, end):
-            position = root + 1 + depths[node]
-            plan.rows.append(request.first_row + 1 + node)
-            plan.positions.append(position)
-            plan.scratch_rows.append(request.first_row + 1 + node)
-            plan.scratch_slots.append(slot(position))
-        ancestor = parents[first]
-        while ancestor >= 0:
-            plan.shared_rows.append(request.first_row + 1 + ancestor)
-            plan.shared_slots.append(slot(root + 1 + depths[ancestor]))
-            ancestor = parents[ancestor]
+        # What lies `place` behind the beginning of the tail block has this slot.
+        starts = [block * block_size for block in taken]
+        places = [offset + 1 + depth for depth in run.depths]
+        rows = range(row, row + len(places))
+        plan.rows += rows
+        plan.positions += [root + 1 + depth for depth in run.depths]
+        plan.scratch_rows += rows
+        plan.scratch_slots += [starts[p // block_size] + p % block_size for p in places]
+        for node, depth in run.ancestors:
+            place = offset + 1 + depth
+            plan.shared_rows.append(request.first_row + 1 + node)
+            plan.shared_slots.append(starts[place // block_size] + place % block_size)
         plan.shared_rows.append(request.first_row)
-        plan.shared_slots.append(slot(root))
-        virtual = plan.add_virtual(index, row, end - first, last + 1)
-        for offset, block in enumerate(taken):
-            plan.table_rows.append(virtual)
-            plan.table_columns.append(column + offset)
-            plan.table_blocks.append(block)
+        plan.shared_slots.append(starts[0] + offset)
+        virtual = plan.add_virtual(index, row, len(places), last + 1)
+        plan.table_rows += [virtual] * need
+        plan.table_columns += range(column, column + need)
+        plan.table_blocks += taken
+    _ignore(plan, index, request, len(parents))
+    return num_taken
 
 
-def _drop(plan: TreePlan, index: int, request: RequestRows, first: int) -> None:
+def _ignore(plan: TreePlan, index: int, request: RequestRows, first: int) -> None:
     """Leave nodes from `first` on to themselves: computed where vLLM put them, and ignored.
 
     Their slots lie behind every slot of the first segment, so they harm nothing.
     """
-    assert request.parents is not None
-    num_nodes = len(request.parents) - first
-    end = request.num_computed + 1 + len(request.parents)
-    plan.add_virtual(index, request.first_row + 1 + first, num_nodes, end)
-    plan.num_dropped += num_nodes
+    num_nodes = request.num_tokens - 1 - first
+    if num_nodes:
+        end = request.num_computed + request.num_tokens
+        plan.add_virtual(index, request.first_row + 1 + first, num_nodes, end)

@@ -17,11 +17,10 @@ from vllm_spec_ext.engine.requests.state import RequestState
 from vllm_spec_ext.engine.starting.platform_bugs import chain_sampling_is_broken
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.verifying.distribution_sampler import DistributionSampler
-from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
-from vllm_spec_ext.engine.verifying.drawn_drafts import DraftDistributions
 from vllm_spec_ext.engine.verifying.likeliest_tokens import LikeliestTokens
 from vllm_spec_ext.engine.verifying.node_sampling import verify
 from vllm_spec_ext.engine.verifying.relaxed_rule import RelaxedRule
+from vllm_spec_ext.engine.verifying.step_batch import drawn_of, step_batch
 from vllm_spec_ext.engine.verifying.thinking_budgets import ThinkingBudgets
 
 if TYPE_CHECKING:
@@ -71,8 +70,10 @@ class Verifier:
         """
         runner = self._runner
         metadata = runner.input_batch.sampling_metadata
-        num_likeliest = runner.step_drafts.reads_next_tokens
-        if num_likeliest and logits is not None and runner.drafter.ranks.leads:
+        num_likeliest = 0
+        if logits is not None and runner.drafter.ranks.leads:
+            num_likeliest = runner.step_drafts.num_likeliest(step)
+        if num_likeliest and logits is not None:
             step.likeliest = LikeliestTokens.of(logits, num_likeliest)  # before it is modified
         states = [runner.state_of(request_id) for request_id in step.request_ids]
         greedy = self._greedy_requests()
@@ -90,10 +91,10 @@ class Verifier:
         must_walk = has_trees or broken or has_eta or has_budget or bool(metadata.generators)
         if self._relaxed_rule is None and not must_walk:
             return stock(logits, spec_decode_metadata)
-        batch = self._draft_batch(step, states)
+        batch = step_batch(step, states, None if trees is None else trees.plan)
         self._use_eta(states, (np.diff(batch.node_starts) + 1).tolist(), greedy)
         rule = None
-        distributions = self._distributions(step, states, greedy)
+        distributions = drawn_of(step, states, greedy)
         if holder is not None and has_budget:
             requests = [runner.requests[request_id] for request_id in step.request_ids]
             budgets = self.budgets.of_rows(holder, batch, requests, metadata.output_token_ids)
@@ -111,7 +112,7 @@ class Verifier:
         """Distributions of all draft rows for vLLM's rejection sampler; one-hot where none is."""
         runner = self._runner
         states = [runner.state_of(request_id) for request_id in step.request_ids]
-        distributions = self._distributions(step, states, self._greedy_requests())
+        distributions = drawn_of(step, states, self._greedy_requests())
         if not distributions:
             return None
         vocab_size = runner.vllm_config.model_config.get_vocab_size()
@@ -125,30 +126,6 @@ class Verifier:
                 # A placeholder is rejected; what comes in its place is the target's own draw.
                 rows.append(one_hot.masked_fill_((tokens < 0)[:, None], 0.0))
         return torch.cat(rows).contiguous()
-
-    def _distributions(
-        self, step: Step, states: Sequence[RequestState], greedy: Sequence[bool]
-    ) -> dict[int, DraftDistributions]:
-        """Batch index -> distributions of the sampled requests whose drafts were drawn."""
-        found = {
-            row: state.distributions_of(step.drafts[row])
-            for row, state in enumerate(states)
-            if state.probs is not None and not greedy[row]
-        }
-        return {row: each for row, each in found.items() if each is not None}
-
-    def _draft_batch(self, step: Step, states: Sequence[RequestState]) -> DraftBatch:
-        """The drafts of the step, without what the tree plan had to drop."""
-        trees = self._runner.tree_attention
-        plan = None if trees is None else trees.plan
-        drafts = list(step.drafts)
-        parents: list[Sequence[int] | None] = [None] * len(drafts)
-        for row in () if plan is None else plan.segments:
-            assert plan is not None
-            parents[row] = states[row].parents_of(drafts[row])
-            kept = plan.kept(row, len(drafts[row]))
-            drafts[row] = drafts[row][:kept] + [-1] * (len(drafts[row]) - kept)
-        return DraftBatch.of(drafts, parents)
 
     def _greedy_requests(self) -> list[bool]:
         batch = self._runner.input_batch

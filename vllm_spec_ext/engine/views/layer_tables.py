@@ -49,9 +49,9 @@ class LayerTables:
         if means is not None:
             chooses = [name for name in layers if name not in self._dense]
             self._number = {name: i for i, name in enumerate(chooses)}
-        # What each request chose last, as pages of its own table.
         shape = (len(self._number), max_num_seqs, budget.num_chosen)
-        self._choices = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.choices = torch.zeros(shape, dtype=torch.int64, device=device)
+        """What each request chose last in each layer, as pages of its own table."""
         self._first_rows = self._choosing = torch.empty(0, dtype=torch.int64)
 
     def begin(self, plan: RoundPlan) -> None:
@@ -68,7 +68,7 @@ class LayerTables:
         first, count = self._budget.num_sink, self._budget.num_chosen
         blocks = self._tables[self._partial][None].expand(len(self._number), -1, -1)
         # A request without a choice finds some pages here, and its own in the pass that chooses.
-        choices = self._choices[:, self._places].clamp(max=blocks.shape[2] - 1)
+        choices = self.choices[:, self._places].clamp(max=blocks.shape[2] - 1)
         chosen = blocks.gather(2, choices)
         self._by_layer = self._view_tables[None].repeat(len(self._number), 1, 1)
         self._by_layer[:, self._partial, first : first + count] = chosen
@@ -143,7 +143,7 @@ class LayerTables:
         is_candidate = columns < ends[:, None]
         of_pages = means.of(layer, tables[:, first:] * is_candidate)
         chosen = choose_pages(queries[self._first_rows[part]], of_pages, is_candidate, count)
-        self._choices[number, self._places[chooser]] = chosen + first
+        self.choices[number, self._places[chooser]] = chosen + first
         blocks = self._tables[members].gather(1, chosen + first)
         self._by_layer[number, members, first : first + count] = blocks
         table[choosing, first : first + count] = blocks

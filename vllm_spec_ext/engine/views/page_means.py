@@ -38,6 +38,11 @@ class PageMeans:
             size = cache[0, 0].numel() // (2 * block_size)
             self._means[name] = cache.new_zeros(num_blocks, num_heads, size)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """[num_blocks, num_kv_heads, head_size] of each layer."""
+        return list(self._means.values())
+
     def update(self, blocks: NDArray[np.int64]) -> None:
         """Make the means of these blocks from what the cache holds now."""
         for first in range(0, len(blocks), _CHUNK):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of the target between its steps, over vLLM's V1 KV cache; one on every rank.
+"""Passes of the target between its steps, over vLLM's KV cache; one on every rank.
 
 Reads follow ``attn_metadata[layer].block_table``, writes follow ``slot_mapping[layer]`` (vLLM 0.32
 ``attention.get_attention_context``, ``unified_kv_cache_update``), so a shorter table changes what
@@ -44,6 +44,11 @@ class PagedTarget:
         self._vllm_config = vllm_config
         self._device = device
         self._views: list[LayerTables] = []
+        self.block_size = 1
+        self.caches: list[torch.Tensor] = []
+        """Of the layers, in their order."""
+        self.means: list[torch.Tensor] = []
+        """Of the layers that choose pages in some view."""
         self._current: LayerTables | None = None  # whose pass runs
 
     def bind(
@@ -65,6 +70,7 @@ class PagedTarget:
         """
         self._groups = list(groups)
         self._layers = list(caches)
+        self.caches, self.block_size = list(caches.values()), block_size
         dense = [set(spec.dense_layers) for spec in specs if spec.kind == "retrieval"]
         means = None
         if dense:
@@ -75,6 +81,7 @@ class PagedTarget:
                 if number not in never_choose
             }
             means = PageMeans(wanted, read_keys, block_size)
+            self.means = means.tensors
             layers = self._vllm_config.compilation_config.static_forward_context
             for name in wanted:
                 self._wrap_attention(name, layers[name].impl)
@@ -89,6 +96,11 @@ class PagedTarget:
             )
             for spec in specs
         ]
+
+    @property
+    def choices(self) -> list[torch.Tensor]:
+        """Of each view, the pages that were chosen last."""
+        return [view.choices for view in self._views]
 
     @torch.inference_mode()
     def run_view(self, index: int, plan: ViewPass) -> torch.Tensor:

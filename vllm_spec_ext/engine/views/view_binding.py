@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives the views the target's caches and attention groups of the V1 runner."""
+"""Gives the views the target's caches and attention groups of a runner."""
 
 import re
 from collections.abc import Mapping
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_spec_ext.engine.models.kv_binding import check_backend
+from vllm_spec_ext.engine.models.kv_binding import KvParts, check_backend
 from vllm_spec_ext.engine.views.page_means import columns_of_keys, rows_of_keys
 from vllm_spec_ext.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from vllm_spec_ext.engine.views.view_host import ViewHost
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 def bind_views(
     host: "ViewHost",
-    runner: "GPUModelRunner",
+    runner: "GPUModelRunner | GPUModelRunnerV2",
     scratch: range,
-    kv_by_layer: Mapping[str, torch.Tensor],
+    kv: KvParts,
 ) -> None:
     """Give the views the target's caches.
 
@@ -29,21 +30,21 @@ def bind_views(
         host: With the target.
         runner: Its KV cache initialised; draft models' layers are taken out of its groups.
         scratch: Ids of the scratch blocks; those before are the requests'.
-        kv_by_layer: Caches by the scheduler's blocks.
+        kv: What that is made of.
 
     Raises:
         UnsupportedError: The layers' attention is not what views can shorten.
     """
-    check_layers(runner, kv_by_layer)
+    check_layers(runner, kv.by_layer)
     (groups,) = [groups for groups in runner.attn_groups if groups]
     names = sorted((name for group in groups for name in group.layer_names), key=depth_of)
     is_cpu = groups[0].backend.get_name() == "CPU_ATTN"
     host.bind(
         scratch.start,
-        runner.input_batch.block_table[groups[0].kv_cache_group_id].block_size,
+        kv.block_sizes[groups[0].kv_cache_group_id],
         scratch,
         groups=groups,
-        caches={name: kv_by_layer[name] for name in names},
+        caches={name: kv.by_layer[name] for name in names},
         read_keys=columns_of_keys if is_cpu else rows_of_keys,
     )
 
@@ -53,7 +54,9 @@ def depth_of(layer_name: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"(?<![^.])\d+(?![^.])", layer_name)))
 
 
-def check_layers(runner: "GPUModelRunner", kv_by_layer: Mapping[str, torch.Tensor]) -> None:
+def check_layers(
+    runner: "GPUModelRunner | GPUModelRunnerV2", kv_by_layer: Mapping[str, torch.Tensor]
+) -> None:
     """Refuse what the front end could not see: it knows no layers.
 
     Raises:

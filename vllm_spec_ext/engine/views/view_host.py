@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The views of one engine's target."""
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,17 +11,20 @@ from vllm_spec_ext.engine.drafting.ranks import Ranks
 from vllm_spec_ext.engine.models.batch_events import BlockEvents
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
 from vllm_spec_ext.engine.models.memory_check import block_bytes, weight_bytes
+from vllm_spec_ext.engine.views.page_layout import PageBudget
 from vllm_spec_ext.engine.views.paged_target import PagedTarget
 from vllm_spec_ext.engine.views.replay import SharedTargetPasses
 from vllm_spec_ext.engine.views.target_view import HostedView
 from vllm_spec_ext.engine.views.view_books import ViewBooks
-from vllm_spec_ext.engine.watching.model_counters import ModelCounterWriter
+from vllm_spec_ext.engine.watching.counts import WorkerCounts
 from vllm_spec_ext.proposers.views import ReadFacts, ViewSpec
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
 
     from vllm_spec_ext.engine.models.paged_model import PagedModel
+
+logger = logging.getLogger("vllm.spec_ext")
 
 
 class ViewHost:
@@ -33,8 +37,7 @@ class ViewHost:
         self.specs = tuple(specs)
         self.views: list[HostedView] = []
         self.books = ViewBooks()
-        self._counters: list[ModelCounterWriter] = []
-        self._replica = 0
+        self._counts = WorkerCounts()
         self._block_size = 1
 
     def __bool__(self) -> bool:
@@ -47,6 +50,7 @@ class ViewHost:
         target: torch.nn.Module,
         device: torch.device,
         models: "Sequence[PagedModel]",
+        counts: WorkerCounts,
     ) -> None:
         """Take the target, on every rank, once in the life of an engine.
 
@@ -56,6 +60,7 @@ class ViewHost:
             target: With its weights.
             device: Of these.
             models: Draft models, which the ranks run together, too.
+            counts: Of this worker.
         """
         if not self:
             return
@@ -65,24 +70,13 @@ class ViewHost:
         runner = self.paged if ranks.is_alone else SharedTargetPasses(ranks)
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         reads = read_facts(vllm_config, target)
+        warn_of_idle_views(self.specs, vllm_config)
         for index, spec in enumerate(self.specs):
             view = HostedView(spec, index, runner, self.books, max_num_seqs)
             view.reads = reads
             self.views.append(view)
-        self._replica = vllm_config.parallel_config.data_parallel_index
+        self._counts = counts
         self._block_size = vllm_config.cache_config.block_size
-
-    def count_in(self, folder: str | None, first: int) -> None:
-        """Count passes for the front end.
-
-        Args:
-            folder: Of the engine's counters; None = nowhere.
-            first: Draft models that are counted before the views.
-        """
-        self._counters = [
-            ModelCounterWriter(folder, self._replica, first + index)
-            for index in range(len(self.views))
-        ]
 
     def without_means(self, num_bytes: int) -> int:
         """What is left of memory for KV when page means take their part of it."""
@@ -118,8 +112,31 @@ class ViewHost:
     def end_step(self) -> None:
         """Drafting is over; spill blocks are free again."""
         self.books.end_step()
-        for view, counter in zip(self.views, self._counters, strict=True):
-            counter.show(view.counts.forwards, view.counts.rows, view.counts.seconds)
+        for view in self.views:
+            counts = view.counts
+            self._counts.model(view.spec.name, counts.forwards, counts.rows, counts.seconds)
+
+
+def warn_of_idle_views(specs: Sequence[ViewSpec], vllm_config: "VllmConfig") -> None:
+    """Say that a view can never hide anything, as no request is longer than it."""
+    longest, block_size = (
+        vllm_config.model_config.max_model_len,
+        vllm_config.cache_config.block_size,
+    )
+    for spec in specs:
+        if (
+            spec.kind == "full"
+            or PageBudget.of(spec, block_size).seen(longest, block_size) < longest
+        ):
+            continue
+        logger.warning(
+            "vllm-spec-ext: view %s shows %d tokens of a request, found max_model_len %d, expected "
+            "more: it never hides anything, so it saves no time; lower its budget, raise "
+            "max_model_len, or use another method",
+            spec.name,
+            spec.budget,
+            longest,
+        )
 
 
 def read_facts(vllm_config: "VllmConfig", target: torch.nn.Module) -> ReadFacts:

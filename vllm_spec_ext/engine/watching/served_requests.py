@@ -33,13 +33,11 @@ def _watched(original: Any) -> Any:
     @functools.wraps(original)
     def generate(self: "AsyncLLM", *args: Any, **kwargs: Any) -> AsyncIterator["RequestOutput"]:
         from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
-        from vllm_spec_ext.engine.watching.ray_counters import count_in_ray
 
         stream = original(self, *args, **kwargs)
         config = self.vllm_config.speculative_config
         if not isinstance(config, SpecExtConfig):
             return stream
-        count_in_ray(self, config)
         counted = self.observability_config.per_request_spec_decode_metrics != "none"
         return _with_acceptance(stream) if counted else stream
 

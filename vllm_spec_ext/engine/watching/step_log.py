@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_spec_ext.proposers.base import Draft
+from vllm_spec_ext.proposers.base import Draft, NextTokens
 
 MAX_STEPS = 10_000
 
@@ -42,7 +42,12 @@ class StepLog:
         self._waiting[request_id] = (list(tokens), list(parents), probs, sources)
 
     def verified(
-        self, request_id: str, scheduled: Sequence[int], accepted: Sequence[int], new: Sequence[int]
+        self,
+        request_id: str,
+        scheduled: Sequence[int],
+        accepted: Sequence[int],
+        new: Sequence[int],
+        foreseen: NextTokens | None = None,
     ) -> None:
         """Record a step of a request.
 
@@ -51,6 +56,7 @@ class StepLog:
             scheduled: Draft tokens that were really verified, a prefix of the draft.
             accepted: Nodes on the accepted path, in order.
             new: The step's new tokens; the last one is the target's own.
+            foreseen: What the target foresaw at its rows, if the proposer reads that.
         """
         tokens, parents, probs, sources = self._waiting.pop(request_id, ([], [], [], []))
         size = len(scheduled)
@@ -66,6 +72,7 @@ class StepLog:
                 "sources": sources[:size],
                 "accepted": [int(node) for node in accepted] if size else [],
                 "new_tokens": [int(token) for token in new],
+                "foreseen": _lists(foreseen),
             }
         )
 
@@ -73,3 +80,13 @@ class StepLog:
         """Drop the waiting drafts of requests that are gone."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
+
+
+def _lists(foreseen: NextTokens | None) -> dict[str, Any] | None:
+    if foreseen is None:
+        return None
+    return {
+        "contexts": foreseen.contexts.tolist(),
+        "tokens": foreseen.tokens.tolist(),
+        "probs": foreseen.probs.tolist(),
+    }

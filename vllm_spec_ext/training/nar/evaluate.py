@@ -131,7 +131,7 @@ def measure_drafter(
     known = rows.targets != IGNORED
     ranks = _ranks(rows.candidates, rows.targets)
     best = ranks == 0
-    walked = best if tables is None else _walked(rows, tables)
+    walked = best if tables is None else _chosen(rows, tables) == rows.targets
     slots = rows.targets.shape[1]
     accepted = np.cumprod(walked, axis=1).sum(axis=1)
     plain = np.cumprod(best, axis=1).sum(axis=1)
@@ -164,6 +164,27 @@ def measure_drafter(
         tree_acceptance_lengths=[tree(nodes, True) for nodes in tree_nodes],
         tree_without_selector=[tree(nodes, False) for nodes in tree_nodes],
     )
+
+
+def drafted_tokens(
+    drafting: Drafting, sequences: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What a drafter drafts at all positions of some sequences, the token before always right.
+
+    Args:
+        drafting: The drafter, and its surroundings.
+        sequences: [n] numbers of the texts.
+
+    Returns:
+        [rows, slots] token ids, and [n + 1] where the rows of each sequence begin. The first slot
+        of a sequence's row r drafts token r + 1 behind its prompt.
+    """
+    drafting.drafter.eval()
+    with torch.no_grad():
+        rows = _collect(drafting, sequences, show_copies=True)
+        tables = _tables(drafting)
+    chosen = rows.candidates[..., 0] if tables is None else _chosen(rows, tables)
+    return chosen, rows.starts
 
 
 def _share(hits: NDArray[np.bool_], of: NDArray[np.bool_]) -> float:
@@ -255,8 +276,8 @@ def _ranks(candidates: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray
     return np.where(hits.any(-1), hits.argmax(-1), -1)
 
 
-def _walked(rows: _Rows, tables: _Tables) -> NDArray[np.bool_]:
-    """[n, K] the best candidate behind the right token before is right."""
+def _chosen(rows: _Rows, tables: _Tables) -> NDArray[np.int64]:
+    """[n, K] the best candidate behind the right token before."""
     assert rows.weights is not None
     before = np.concatenate([rows.first[:, None], np.maximum(rows.targets[:, :-1], 0)], axis=1)
     chosen = np.empty(rows.targets.shape, np.int64)
@@ -268,7 +289,7 @@ def _walked(rows: _Rows, tables: _Tables) -> NDArray[np.bool_]:
             scores = rows.log_probs[part, slot] + np.einsum("nr,ncr->nc", asked[part], behind)
             best = scores.argmax(-1)[:, None]
             chosen[part, slot] = np.take_along_axis(rows.candidates[part, slot], best, 1)[:, 0]
-    return chosen == rows.targets
+    return chosen
 
 
 def _tree_accepts(rows: _Rows, tables: _Tables | None, row: int, nodes: int) -> int:

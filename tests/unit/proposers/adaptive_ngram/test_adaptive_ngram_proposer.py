@@ -278,7 +278,7 @@ class Oracle:
         for view in step.requests:
             tokens = RECORDINGS[int(view.request_id.split("-")[1])].output_token_ids
             done = view.num_output_tokens
-            drafts.append(chain(list(tokens[done : done + 2])))
+            drafts.append(chain(list(tokens[done : done + min(2, view.room)])))
         return drafts
 
     def observe(self, outcomes: list[StepOutcome]) -> None:
@@ -297,12 +297,13 @@ def test_replay_counts_by_hand() -> None:
         engine(),
         clock=lambda: float(next(ticks)),
     )
-    # 24 outputs: one by the prefill, 23 in steps of 3 (the last yields 2); then 1 in one step.
+    # 24 outputs: one by the prefill, 23 in steps of 3 (the last yields 2); then 1 in one step,
+    # which has no room for a draft. Each request is read once more at its end.
     assert (result.num_requests, result.num_steps, result.num_tokens) == (2, 9, 24)
     assert result.tokens_per_step == pytest.approx(24 / 9)
-    assert result.accepted_at_depth == [9, 8]
-    assert result.propose_us == pytest.approx([1000.0] * 9)
-    assert len(oracle.seen) == 7
+    assert result.accepted_at_depth == [8, 7]
+    assert result.propose_us == pytest.approx([1000.0] * 11)
+    assert len(oracle.seen) == 9
     with pytest.raises(SpecExtError, match="batch_size"):
         replay(oracle, RECORDINGS, engine(), batch_size=5)  # type: ignore[arg-type]
 

@@ -8,6 +8,8 @@ from vllm_spec_ext.proposers.candidates import evidence
 from vllm_spec_ext.proposers.candidates.calibration import Calibration
 from vllm_spec_ext.proposers.candidates.evidence import NUM_SOURCES, OTHERS, OWN, RECYCLED
 
+HALF = np.full(3, 0.5, np.float32)
+
 
 def chance(calibration: Calibration, classes: dict[int, int]) -> float:
     row = [classes.get(source, 0) for source in range(NUM_SOURCES)]
@@ -30,7 +32,7 @@ def test_agreement_is_worth_what_it_turns_out_to_be() -> None:
         row = np.zeros((1, NUM_SOURCES), np.int16)
         for source, place in kinds[kind].items():
             row[0, source] = place
-        calibration.drafted("r", np.array([-1], np.int32), row)
+        calibration.drafted("r", np.array([-1], np.int32), row, HALF[:1])
         calibration.verified("r", 1, [0] if random.random() < rates[kind] else [])
     for one, rate in zip(kinds, rates, strict=True):
         assert chance(calibration, one) == pytest.approx(rate, abs=0.1)
@@ -43,7 +45,7 @@ def test_nodes_below_a_rejected_one_teach_nothing() -> None:
     before = calibration.weights.copy()
     classes = np.zeros((3, NUM_SOURCES), np.int16)
     classes[:, OWN] = [3, 4, 5]
-    calibration.drafted("r", np.array([-1, 0, 1], np.int32), classes)
+    calibration.drafted("r", np.array([-1, 0, 1], np.int32), classes, HALF[:3])
     calibration.verified("r", 3, [0])  # the second is wrong; the third was never asked
     assert calibration.weights[OWN, 3] > before[OWN, 3]
     assert calibration.weights[OWN, 4] < before[OWN, 4]
@@ -55,10 +57,10 @@ def test_what_the_scheduler_cut_off_teaches_nothing_and_a_request_that_is_gone_n
     before = calibration.weights.copy()
     classes = np.full((2, NUM_SOURCES), 1, np.int16)
     classes[1] = 2
-    calibration.drafted("r", np.array([-1, -1], np.int32), classes)
+    calibration.drafted("r", np.array([-1, -1], np.int32), classes, HALF[:2])
     calibration.verified("r", 1, [0])
     assert (calibration.weights[:, 2] == before[:, 2]).all()
-    calibration.drafted("gone", np.array([-1, -1], np.int32), classes)
+    calibration.drafted("gone", np.array([-1, -1], np.int32), classes, HALF[:2])
     calibration.forget("gone")
     now = calibration.weights.copy()
     calibration.verified("gone", 2, [1])

@@ -10,7 +10,8 @@ import pytest
 from vllm_spec_ext.proposers.base import UNSALTED, NextTokens, RequestStep
 from vllm_spec_ext.proposers.candidates import evidence
 from vllm_spec_ext.proposers.candidates.evidence import ANSWERS, COPY, DRAFTER, OWN, RECYCLED
-from vllm_spec_ext.proposers.candidates.lookup import NOTHING_GIVEN, Given, Lookup
+from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
+from vllm_spec_ext.proposers.candidates.lookup import Lookup
 from vllm_spec_ext.proposers.candidates.priors import first_log_odds
 from vllm_spec_ext.proposers.draft_tree import tree_problem
 

@@ -27,7 +27,7 @@ def test_levels_are_read() -> None:
     options = parsed(levels=[{**COPY, "min_ngram": 2}, SMALL, BASE])
     copy = options.levels[0]
     assert isinstance(copy, MethodLevel)
-    assert copy.parsed().min_ngram == 2  # type: ignore[attr-defined]
+    assert copy.parsed.min_ngram == 2  # type: ignore[attr-defined]
     assert Cascade.models(options) == [
         ModelSpec("small", "drafts/small"),
         ModelSpec("base", "drafts/base", quantization="fp8"),
@@ -54,7 +54,7 @@ def test_a_method_is_a_chain() -> None:
     options = parsed(levels=[{"method": "adaptive_ngram"}, SMALL])
     (ngrams, _) = options.levels
     assert isinstance(ngrams, MethodLevel)
-    assert ngrams.parsed().tree is False  # type: ignore[attr-defined]
+    assert ngrams.parsed.tree is False  # type: ignore[attr-defined]
 
 
 def test_cs_drafting() -> None:

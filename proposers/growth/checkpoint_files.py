@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a draft model's checkpoint, read without building the model."""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_spec_ext.errors import SpecExtError, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+_WEIGHTS = "*.safetensors"
+_INDEX = "*.safetensors.index.json"
+
+
+def checkpoint_folder(model: str) -> Path:
+    """Where a model's files are: its folder, or its place in the cache of the Hugging Face Hub.
+
+    Raises:
+        SpecExtError: There are none, or none whose weights can be trained: an EAGLE or DFlash
+            head, quantized weights, or weights that are not in safetensors files.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=[CONFIG_NAME, _WEIGHTS, _INDEX]))
+        except Exception as error:
+            raise SpecExtError(
+                f"the draft model {shown(model)} is neither a folder here nor readable from the "
+                f"Hugging Face Hub ({type(error).__name__}: {error})"
+            ) from error
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecExtError(f"cannot read {CONFIG_NAME} in {folder}: {error}") from error
+    names = [str(name) for name in config.get("architectures") or ()]
+    if not any(name.endswith("ForCausalLM") for name in names):
+        raise SpecExtError(
+            f"online: {folder} holds {', '.join(names) or 'no architecture'}, expected a causal "
+            "language model of its own (...ForCausalLM); heads on a target's states cannot learn "
+            "this way. Leave online out"
+        )
+    if config.get("quantization_config"):
+        raise SpecExtError(
+            f"online: the weights in {folder} are quantized, expected plain ones, which training "
+            "can change; leave online out, or serve the unquantized model"
+        )
+    if not any(folder.glob(_WEIGHTS)):
+        raise SpecExtError(
+            f"online: no {_WEIGHTS} in {folder}; save the model again with safetensors"
+        )
+    return folder
+
+
+def checkpoint_files(folder: Path) -> Mapping[str, bytes]:
+    """Content of the configuration and of the weights, by name."""
+    paths = [folder / CONFIG_NAME, *folder.glob(_WEIGHTS), *folder.glob(_INDEX)]
+    return {path.name: path.read_bytes() for path in sorted(paths)}
+
+
+def read_tensors(folder: Path) -> "dict[str, Tensor]":
+    """All weights of a folder, by their names in the checkpoint, on the CPU.
+
+    Raises:
+        SpecExtError: There are none, a file is damaged, or a value is not finite.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob(_WEIGHTS)):
+        try:
+            found |= load_file(path)
+        except (SafetensorError, OSError, struct.error) as error:
+            raise SpecExtError(f"{path} is damaged ({error})") from error
+    if not found:
+        raise SpecExtError(f"no {_WEIGHTS} in {folder}")
+    for name, value in found.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise SpecExtError(f"{folder}: {name} holds values that are not finite")
+    return found

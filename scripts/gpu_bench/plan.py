@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts: plain decoding with vLLM's defaults, vLLM's own look-up, and our methods."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_spec_ext.bench.methods import Method
+from vllm_spec_ext.errors import UnknownNameError
+
+SYNC = {"async_scheduling": False}
+ASYNC = {"async_scheduling": True}
+NGRAM_GPU = {
+    "method": "ngram_gpu",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One engine."""
+
+    method: Method  # its name is the part's
+    engine_args: dict[str, Any] = field(default_factory=dict)  # beside those of all parts
+
+    @property
+    def name(self) -> str:
+        """Of the part, and of its row in the table."""
+        return self.method.name
+
+
+PARTS = (
+    Part(Method("plain", None)),  # as vLLM comes: asynchronous, with graphs
+    Part(Method("plain_sync", None), SYNC),
+    Part(Method("ngram_gpu", NGRAM_GPU)),
+    Part(Method("input_copy", {"method": "input_copy"})),
+    Part(Method("input_copy_async", {"method": "input_copy"}), ASYNC),
+    Part(Method("adaptive_ngram", {"method": "adaptive_ngram"})),
+    Part(Method("adaptive_ngram_async", {"method": "adaptive_ngram"}), ASYNC),
+    Part(Method("suffix_tree", {"method": "suffix_tree"})),
+    Part(Method("auto", {"method": "auto"})),
+    Part(Method("auto_async", {"method": "auto"}), ASYNC),
+)
+
+
+def chosen(names: Sequence[str]) -> list[Part]:
+    """Parts by name, all without one; plain decoding is always among them.
+
+    Raises:
+        UnknownNameError: There is no such part.
+    """
+    known = [part.name for part in PARTS]
+    for name in names:
+        if name not in known:
+            raise UnknownNameError("part", name, known)
+    return [part for part in PARTS if not names or part.name in ("plain", *names)]

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous scheduling: the scheduler runs ahead, drafts are made in the worker.
+
+It has every request draft as many tokens in every step, and knows none of them.
+"""
+
+from typing import Any
+
+import pytest
+from generation import count_preempted, run, tokens
+from scenarios import PROMPTS, Scenario
+from test_greedy_identity import METHODS, runner_of
+
+NAMES = ("oracle", "oracle_tree")
+SCENARIO = Scenario([{"max_tokens": n, "ignore_eos": True} for n in (12, 40, 33, 1)], PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def answers(plain: Any) -> Any:
+    return run(plain, SCENARIO)
+
+
+def truths(answers: Any) -> list[list[int]]:
+    return [completions[0] for completions in tokens(answers)]
+
+
+def start(make_engine: Any, method: str, **arguments: Any) -> Any:
+    return make_engine(speculative_config=METHODS[method], async_scheduling=True, **arguments)
+
+
+def steps_of(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each step from now on."""
+    runner, rows = runner_of(engine), []
+    make = runner.step_drafts.make
+
+    def count(step: Any, *args: Any) -> Any:
+        rows.append(sum(step.num_scheduled))
+        return make(step, *args)
+
+    monkeypatch.setattr(runner.step_drafts, "make", count)
+    return rows
+
+
+@pytest.mark.parametrize("method", NAMES)
+def test_same_tokens_in_as_few_steps(
+    method: str, answers: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(make_engine, method)
+    assert engine.llm_engine.vllm_config.scheduler_config.async_scheduling
+    assert runner_of(engine).is_async
+    ahead = steps_of(engine, monkeypatch)
+    for _ in range(2):  # then from the prefix cache
+        assert tokens(run(engine, SCENARIO, truths(answers))) == tokens(answers)
+    waiting = make_engine(speculative_config=METHODS[method])
+    behind = steps_of(waiting, monkeypatch)
+    for _ in range(2):
+        assert tokens(run(waiting, SCENARIO, truths(answers))) == tokens(answers)
+    # A request that stops takes part in one step more, which was queued before that was known.
+    assert len(ahead) <= len(behind) + 8
+
+
+# Each beside plain requests, one of each kind, so that few steps show all.
+MIXED = Scenario(
+    [
+        {"max_tokens": 20, "temperature": 1.0, "seed": 7},
+        {"max_tokens": 20, "structured_outputs": {"regex": "(ab|cd){3,9}[0-9]+x"}},
+        {"max_tokens": 20, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"max_tokens": 20, "temperature": 0.7, "seed": 8, "top_k": 20, "logprobs": 2},
+    ],
+    PROMPTS,
+)
+
+
+@pytest.mark.parametrize("method", NAMES)
+def test_sampling_grammars_and_penalties(method: str, plain: Any, make_engine: Any) -> None:
+    answers = run(plain, MIXED)
+    engine = start(make_engine, method)
+    assert tokens(run(engine, MIXED, truths(answers))) == tokens(answers)
+
+
+def test_preemption(plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario([{"max_tokens": 50, "ignore_eos": True}], PROMPTS)
+    answers = run(plain, scenario)
+    engine = start(make_engine, "oracle_tree", num_gpu_blocks_override=12)
+    preempted = count_preempted(engine, monkeypatch)
+    assert tokens(run(engine, scenario, truths(answers))) == tokens(answers)
+    assert preempted
+
+
+def test_what_fills_drafts_up_is_no_draft(answers: Any, make_engine: Any) -> None:
+    """Outcomes tell of what was drafted, not of the last token repeated behind it."""
+    engine = start(make_engine, "oracle")
+    proposer = runner_of(engine).drafter._proposer
+    proposer.outcomes.clear()
+    proposer.wrong_paths.clear()
+    assert tokens(run(engine, SCENARIO, truths(answers))) == tokens(answers)
+    assert proposer.wrong_paths == []
+    sizes = {outcome.num_drafted for outcome in proposer.outcomes}
+    assert len(sizes) > 3
+    assert all(0 <= o.num_accepted <= o.num_drafted for o in proposer.outcomes)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of ``make gpu-check`` that look into the V2 runner, as far as a CPU can run them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_check import builders, graphs, identity
+from gpu_check.site import CheckFailed, Site
+
+
+@pytest.fixture(scope="module")
+def site(make_engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    return Site(make_engine, Path(tmp_path_factory.mktemp("checks")), on_gpu=False)
+
+
+def test_asynchronous_steps(site: Site) -> None:
+    found = identity.identity_async(site)
+    assert found["compared"] > 400
+    assert found["steps"]["oracle"]["sync"] > 10
+
+
+def test_trees_wider_than_the_engine(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = builders.Scenario([{"max_tokens": 16, "ignore_eos": True}], builders.PROMPTS)
+    monkeypatch.setattr(builders, "SCENARIO", short)
+    monkeypatch.setattr(builders, "CONTROLS", (builders.no_commit,))
+    found = builders.triton_attention(site)
+    assert found["compared"] > 100
+    assert found["controls"]["no_commit"] > 0
+
+
+def test_graphs_of_the_v2_runner_are_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = graphs.Scenario([{"max_tokens": 30, "ignore_eos": True}], graphs.PROMPTS)
+    monkeypatch.setattr(graphs, "SCENARIO", short)
+    with pytest.raises(CheckFailed, match="PIECEWISE graphs") as caught:
+        graphs.full_graphs(site)
+    assert caught.value.found["trees"]["NONE with tree"] > 5

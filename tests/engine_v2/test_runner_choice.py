@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM picks its runner as without us; what needs V1 keeps V1, and the start-up line says so."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_greedy_identity import METHODS, runner_of
+from tiny_engine import ARGUMENTS
+
+from vllm_spec_ext.engine.starting import runners
+from vllm_spec_ext.errors import UnsupportedError
+
+PER_BATCH_SIZE = {**METHODS["oracle"], "num_speculative_tokens_per_batch_size": [[1, 8, 2]]}
+
+
+def config_of(model: Path, **arguments: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**{"model": str(model), **ARGUMENTS, **arguments}).create_engine_config()
+
+
+def ask_for(monkeypatch: pytest.MonkeyPatch, value: bool | None) -> None:
+    """What VLLM_USE_V2_MODEL_RUNNER says; vLLM reads its environment once a process."""
+    from vllm import envs
+
+    monkeypatch.setitem(vars(envs), runners.ENVIRONMENT, value)
+
+
+def test_the_default_is_vllms(tiny_model: Path) -> None:
+    plain = config_of(tiny_model)
+    ours = config_of(tiny_model, speculative_config=METHODS["oracle"])
+    assert plain.use_v2_model_runner
+    assert ours.use_v2_model_runner
+    assert ours.speculative_config.method == "ngram_gpu"
+    assert ours.speculative_config.spec_ext.runner == "vLLM's V2 model runner (vLLM's default)"
+    assert not ours.scheduler_config.async_scheduling
+    assert not ours.num_lookahead_tokens
+
+
+def test_v1_is_kept_where_our_part_of_v2_does_not_suffice(tiny_model: Path) -> None:
+    config = config_of(tiny_model, speculative_config=PER_BATCH_SIZE)
+    assert not config.use_v2_model_runner
+    assert config.speculative_config.method == "custom_class"
+    runner = config.speculative_config.spec_ext.runner
+    assert runner == ("vLLM's V1 model runner (num_speculative_tokens_per_batch_size in V1 alone)")
+
+
+def test_the_user_may_ask_for_v1(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_for(monkeypatch, False)
+    config = config_of(tiny_model, speculative_config=METHODS["oracle"])
+    assert not config.use_v2_model_runner
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in config.speculative_config.spec_ext.runner
+
+
+def test_insisting_on_v2_is_refused_where_v1_is_needed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_for(monkeypatch, True)
+    assert config_of(tiny_model, speculative_config=METHODS["oracle"]).use_v2_model_runner
+    with pytest.raises(UnsupportedError, match="num_speculative_tokens_per_batch_size"):
+        config_of(tiny_model, speculative_config=PER_BATCH_SIZE)
+
+
+def test_without_triton_it_is_v1(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runners, "HAS_TRITON", False)
+    config = config_of(tiny_model, speculative_config=METHODS["oracle"])
+    assert config.speculative_config.method == "custom_class"
+    assert not config.use_v2_model_runner
+
+
+def test_async_scheduling_is_the_users_and_needs_v2(tiny_model: Path) -> None:
+    config = config_of(tiny_model, speculative_config=METHODS["oracle"], async_scheduling=True)
+    assert config.scheduler_config.async_scheduling
+    with pytest.raises(UnsupportedError, match="async_scheduling forced on"):
+        config_of(tiny_model, speculative_config=PER_BATCH_SIZE, async_scheduling=True)
+
+
+def test_the_start_up_line_says_which_runner_runs(
+    make_engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = runner_of(make_engine(speculative_config=METHODS["input_copy"]))
+    logger = logging.getLogger("vllm.spec_ext")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger="vllm.spec_ext"):
+        runner.drafter.load_model(runner.get_model())
+    logger.removeHandler(caplog.handler)
+    (line,) = {message for message in caplog.messages if "method input_copy" in message}
+    assert "on vLLM's V2 model runner (vLLM's default), synchronous scheduling" in line

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Relaxed rules, eta sampling, hidden states and drawn drafts on the V2 runner.
+
+The tests of V1, as far as they ask for nothing of its runner.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from generation import run, sampling_params, tokens
+from homogeneity import same_distribution_p_value
+from sampling_distributions import SAME, Chances, first_tokens
+from scenarios import PROMPTS, SCENARIOS, Scenario
+from test_blockwise_engine import heads
+from test_greedy_identity import METHODS, runner_of
+from test_relaxed_rules import (
+    expected,
+    test_a_request_may_ask_for_the_exact_rule,
+    test_eta_cuts_what_is_improbable,
+    test_min_block_takes_drafts_and_reports_the_targets_logprobs,
+)
+
+__all__ = [
+    "expected",
+    "heads",
+    "test_a_request_may_ask_for_the_exact_rule",
+    "test_eta_cuts_what_is_improbable",
+    "test_min_block_takes_drafts_and_reports_the_targets_logprobs",
+]
+
+NUM_SAMPLES = 80
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_hidden_states_of_the_last_accepted_rows(
+    tree: bool, heads: Path, plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's last layer turns them into the tokens that were just drawn."""
+    config = {
+        "method": "blockwise",
+        "model": str(heads),
+        "tree": tree,
+        "num_speculative_tokens": 8 if tree else 3,
+        "adaptive_length": False,
+    }
+    engine = make_engine(speculative_config=config)
+    rows: list[tuple[int, int]] = []
+    runner = runner_of(engine)
+    propose = runner.drafter._proposer.propose
+
+    def look(step: Any) -> Any:
+        if step.requests:
+            best = runner.model.compute_logits(step.hidden_states).argmax(dim=-1).tolist()
+            rows.extend(
+                (token, request.new_tokens[-1])
+                for token, request in zip(best, step.requests, strict=True)
+            )
+        return propose(step)
+
+    monkeypatch.setattr(runner.drafter._proposer, "propose", look)
+    scenario = SCENARIOS["mixed_lengths"]
+    assert tokens(run(engine, scenario)) == tokens(run(plain, scenario))
+    assert len(rows) > 50
+    assert all(token == drawn for token, drawn in rows)
+
+
+def test_drawn_drafts_are_verified_with_what_they_were_drawn_from(
+    plain: Any, make_engine: Any
+) -> None:
+    """More of them are accepted than without, and the output keeps its distribution."""
+    engine = make_engine(speculative_config={"method": "drawn", "num_speculative_tokens": 8})
+    chances = Chances(plain)
+    given = chances.params("temperature_1")
+    likely = [token for token in chances.tokens if token in given["allowed_token_ids"]]
+    draft = {token: (i + 1) / 10 for i, token in enumerate(likely)}  # likeliest where p is least
+    outcomes, accepted = runner_of(engine).drafter._proposer.outcomes, []
+    samples: list[Any] = []
+    for shown in (False, True):
+        extra = {"distribution": draft, "parents": [-1, 0, 1], "show_distributions": shown}
+        outcomes.clear()
+        np.random.seed(int(shown))  # vLLM's V2 draws the seeds of requests that have none
+        samples.append(first_tokens(engine, [sampling_params(given, extra)] * NUM_SAMPLES))
+        accepted.append(sum(outcome.num_accepted for outcome in outcomes) / len(outcomes))
+    assert accepted[1] > 1.1 * accepted[0]
+    np.random.seed(2)
+    found = first_tokens(plain, [sampling_params({**given, "max_tokens": 3})] * NUM_SAMPLES)
+    for sample in samples:
+        assert same_distribution_p_value(sample, found) > SAME
+
+
+def test_a_seeded_text_does_not_depend_on_draws(plain: Any, make_engine: Any) -> None:
+    engine = make_engine(speculative_config={"method": "drawn", "num_speculative_tokens": 8})
+    allowed = {"allowed_token_ids": [40, 42, 44], "temperature": 1.0, "seed": 5}
+    given = {"max_tokens": 16, "ignore_eos": True, **allowed}
+    extra = {"distribution": {40: 0.5, 42: 0.25, 44: 0.25}, "parents": [-1, 0, -1, 2]}
+    answers = tokens(run(plain, Scenario([given], PROMPTS)))
+    params = [sampling_params(given, extra)] * len(PROMPTS)
+    assert tokens(engine.generate(PROMPTS, params, use_tqdm=False)) == answers
+
+
+def test_bad_words_and_penalties_follow_the_branch(plain: Any, make_engine: Any) -> None:
+    """In a tree the rows before a row are other branches."""
+    base = run(plain, Scenario([{"max_tokens": 24, "ignore_eos": True}], PROMPTS[:4]))
+    params = []
+    for out in base:
+        text = out.outputs[0].text
+        params.append(
+            {
+                "max_tokens": 24,
+                "ignore_eos": True,
+                "bad_words": [text[6:10], text[12:14]],
+                "frequency_penalty": 1.0,
+                "min_tokens": 5,
+            }
+        )
+    scenario = Scenario(params, PROMPTS[:4])
+    answers = tokens(run(plain, scenario))
+    engine = make_engine(speculative_config=METHODS["oracle_tree"])
+    truths = [completions[0] for completions in answers]
+    assert tokens(run(engine, scenario, truths)) == answers

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-spec online``: what it shows of a folder, and the orders that it leaves there."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_spec_ext.cli.main import main
+from vllm_spec_ext.online.folder import (
+    Control,
+    EngineState,
+    FolderFacts,
+    TrainerState,
+    Verdict,
+    read_record,
+    write_record,
+)
+from vllm_spec_ext.online.versions import version_folder, write_version
+from vllm_spec_ext.options import OnlineOptions
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    facts = FolderFacts(
+        method="blockwise",
+        target="a model",
+        drafter="own",
+        vocab_size=9,
+        options=OnlineOptions(folder=str(tmp_path)),
+    )
+    write_record(tmp_path, facts)
+    for number in (0, 2, 5):
+        write_version(tmp_path, number, {"config.json": b"{}"}, "own")
+    verdicts = tuple(
+        Verdict(version=n, kept=kept, reason="because", before=1.0, after=1.5, when=time.time())
+        for n, kept in ((2, True), (4, False), (5, True))
+    )
+    write_record(
+        tmp_path, EngineState(serving=5, since=time.time(), verdicts=verdicts, acceptance=1.234)
+    )
+    return tmp_path
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["online", *words])
+    return int(ended.value.code or 0)
+
+
+def test_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("status", str(folder)) == 0
+    shown = capsys.readouterr().out
+    for part in ("version 5", "1.234", "0, 2, 5", "because", "refused", "none so far"):
+        assert part in shown
+    now = time.time()
+    write_record(folder, TrainerState(pid=1, started=now, alive_at=now, steps=77, core_share=0.25))
+    assert call("status", str(folder)) == 0
+    assert "77 steps, 0.25 cores" in capsys.readouterr().out
+    write_record(folder, TrainerState(pid=1, started=now, alive_at=now - 3600.0))
+    assert call("status", str(folder)) == 0
+    assert "not running" in capsys.readouterr().out
+
+
+def test_freeze_and_rollback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("freeze", str(folder)) == 0
+    assert read_record(folder, Control) == Control(serial=1, frozen=True)
+    assert call("rollback", str(folder)) == 0
+    assert read_record(folder, Control) == Control(serial=2, frozen=True, serve=2)
+    assert call("freeze", str(folder), "--off") == 0
+    assert read_record(folder, Control) == Control(serial=3, frozen=False)
+    assert call("rollback", str(folder), "--to", "0") == 0
+    assert read_record(folder, Control) == Control(serial=4, serve=0)
+    (version_folder(folder, 2) / "config.json").write_bytes(b"{ }")
+    assert call("rollback", str(folder), "--to", "2") == 2
+    assert call("rollback", str(folder), "--to", "7") == 2
+    assert read_record(folder, Control) == Control(serial=4, serve=0)
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_other_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("status", "freeze", "rollback", "train"):
+        assert call(command, str(tmp_path / "none")) == 2
+        assert "no online.json" in capsys.readouterr().err

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's side without an engine: replicas that follow the first, and turns of versions."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.online.folder import EngineState, FolderFacts, read_record, write_record
+from vllm_spec_ext.online.session import OnlineSession, Origin
+from vllm_spec_ext.online.versions import drafter_hash, version_folder, write_version
+from vllm_spec_ext.options import OnlineOptions
+
+NAME = "weights"
+
+
+class Learner:
+    """Its weights are what the file says."""
+
+    def __init__(self, steps_a_turn: int = 1) -> None:
+        self.steps_a_turn = steps_a_turn
+        self.used: list[bytes] = []
+
+    def read_weights(self, folder: Path) -> object:
+        found = (folder / NAME).read_bytes()
+        if found == b"other shape":
+            raise SpecExtError("another shape")
+        return found
+
+    def use_weights(self, weights: object) -> None:
+        assert isinstance(weights, bytes)
+        self.used.append(weights)
+
+
+Start = Callable[..., tuple[OnlineSession, Learner]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Sessions on one folder; ended with the test."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / NAME).write_bytes(b"own")
+    made: list[OnlineSession] = []
+
+    def begin(*, is_first: bool, steps_a_turn: int = 1, **more: Any) -> Any:
+        options = {"folder": str(tmp_path / "online"), "guard": 0.0, **more}
+        origin = Origin("blockwise", "toy", 10, own, {NAME: b"own"})
+        learner = Learner(steps_a_turn)
+        given = OnlineOptions.model_validate(options)
+        made.append(OnlineSession(given, origin, learner, is_first=is_first))
+        return made[-1], learner
+
+    yield begin
+    for session in made:
+        session.close()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def cannot_read(session: OnlineSession, number: int) -> bool:
+    return session._unreadable == number
+
+
+def publish(root: Path, number: int, data: bytes) -> None:
+    write_version(root, number, {NAME: data}, drafter_hash({NAME: b"own"}))
+
+
+def test_a_replica_serves_what_the_first_serves(start: Start, tmp_path: Path) -> None:
+    root = tmp_path / "online"
+    follower, learner = start(is_first=False)  # it may well be there before the first
+    assert not root.exists()
+    first, _ = start(is_first=True)
+    publish(root, 1, b"one")
+    time.sleep(0.6)  # two looks: what nobody serves is not tried
+    follower.begin_step()
+    assert learner.used == [b"own"]
+    write_record(root, EngineState(serving=1))
+    until(lambda: follower._ready is not None)
+    follower.begin_step()
+    assert learner.used == [b"own", b"one"]
+    assert follower.state.serving == 1
+    write_record(root, EngineState(serving=0))  # rolled back
+    until(lambda: follower._ready is not None)
+    follower.begin_step()
+    assert learner.used == [b"own", b"one", b"own"]
+    assert follower.tap is None
+    first.close()
+
+
+def test_a_replica_writes_nothing(start: Start, tmp_path: Path) -> None:
+    root = tmp_path / "online"
+    first, _ = start(is_first=True)
+    first.close()
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    follower, _ = start(is_first=False, start_trainer=True)
+    follower.begin_step()
+    time.sleep(0.3)
+    follower.flush()
+    follower.close()
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+    assert follower._trainer is None
+
+
+def test_a_replica_does_not_decide(start: Start, tmp_path: Path) -> None:
+    """The weights of the start come back when the first replica says so, and no sooner."""
+    root = tmp_path / "online"
+    start(is_first=True)[0].close()
+    publish(root, 1, b"one")
+    write_record(root, EngineState(serving=1))
+    follower, learner = start(is_first=False, guard=0.5)
+    assert learner.used == [b"one"]
+    for _ in range(200):
+        follower._trial.count("guard", 4)
+        follower._trial.count("serving", 0)
+        follower.begin_step()
+    assert follower.state.serving == 1
+    assert learner.used == [b"one"]  # nor does it spend steps on finding out
+
+
+def test_a_version_that_a_replica_cannot_read(start: Start, tmp_path: Path) -> None:
+    root = tmp_path / "online"
+    start(is_first=True)[0].close()
+    follower, learner = start(is_first=False)
+    publish(root, 1, b"other shape")
+    publish(root, 2, b"two")
+    (version_folder(root, 2) / NAME).write_bytes(b"damaged")
+    for number in (1, 2):
+        write_record(root, EngineState(serving=number))
+        until(partial(cannot_read, follower, number))
+        follower.begin_step()
+    publish(root, 3, b"three")
+    write_record(root, EngineState(serving=3))
+    until(lambda: follower._ready is not None)
+    follower.begin_step()
+    assert learner.used == [b"own", b"three"]
+
+
+def test_turns(start: Start, tmp_path: Path) -> None:
+    """A version drafts some steps in a row, and ends at once when what is served changes."""
+    root = tmp_path / "online"
+    session, learner = start(is_first=True, steps_a_turn=10, seed=3)
+    publish(root, 1, b"one")
+    until(lambda: session._ready is not None)
+    roles = []
+    for _ in range(400):
+        session.begin_step()
+        roles.append(session._role)
+    turns = [roles[step : step + 10] for step in range(0, 400, 10)]
+    assert all(len(set(turn)) == 1 for turn in turns)
+    assert 10 < sum(turn[0] == "trial" for turn in turns) < 30
+    assert len(learner.used) < 40
+    while session._role != "trial":
+        session.begin_step()
+    session._set(frozen=True)
+    session.begin_step()
+    assert session._role == "serving"
+    assert learner.used[-1] == b"own"
+
+
+def test_the_folder_says_whose_it_is(start: Start, tmp_path: Path) -> None:
+    start(is_first=True)
+    facts = read_record(tmp_path / "online", FolderFacts)
+    assert facts is not None
+    assert (facts.method, facts.target) == ("blockwise", "toy")

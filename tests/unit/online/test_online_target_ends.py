@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embedding and projection as the trainer reads them, against the model itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.online.target_ends import read_ends
+
+transformers = pytest.importorskip("transformers")
+
+
+def save(folder: Path, **more: Any) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=31,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        **more,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard_size", ["1KB", "5GB"])
+def test_both_ends_are_the_models_own(tied: bool, shard_size: str, tmp_path: Path) -> None:
+    model = save(tmp_path / "whole", tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "model", max_shard_size=shard_size)
+    ends = read_ends(str(tmp_path / "model"), torch.device("cpu"))
+    ids = torch.arange(31)
+    assert torch.equal(ends.embed(ids), model.get_input_embeddings()(ids))
+    rows, bias = ends.rows(torch.tensor([3, 7], dtype=torch.int32))
+    assert torch.equal(rows, model.get_output_embeddings().weight[[3, 7]])
+    assert bias is None
+    assert (ends.projection is ends.embedding) == tied
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "model", tie_word_embeddings=False)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(SpecExtError, match=r"embed_tokens\.weight"):
+        read_ends(str(tmp_path / "model"), torch.device("cpu"))
+    with pytest.raises(SpecExtError, match="cannot read the configuration"):
+        read_ends(str(tmp_path / "nothing"), torch.device("cpu"))

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of steps in which the proposer rests; it gets them with those of a later step."""
+
+from collections.abc import Iterable, Sequence
+
+
+class UnreadTokens:
+    """Of the requests of a batch that stays as it is."""
+
+    def __init__(self) -> None:
+        """Nothing is unread."""
+        self._batch: Sequence[str] = ()
+        self._tokens: dict[str, list[int]] = {}
+
+    def can_take(self, batch: Sequence[str], new_tokens: Sequence[Sequence[int]]) -> bool:
+        """Whether the step only went on with the requests of the last one that was read.
+
+        Args:
+            batch: Names of the requests.
+            new_tokens: [num_requests] of the step; none in an unfinished prefill.
+        """
+        return batch == self._batch and all(len(tokens) == 1 for tokens in new_tokens)
+
+    def take(self, new_tokens: Sequence[Sequence[int]]) -> None:
+        """Keep the tokens of such a step."""
+        for name, tokens in zip(self._batch, new_tokens, strict=True):
+            self._tokens.setdefault(name, []).extend(tokens)
+
+    def begin_reading(self, batch: Sequence[str]) -> None:
+        """A step is read, with all that is unread of its requests."""
+        self._batch = batch
+
+    def pop(self, name: str) -> list[int]:
+        """What is unread of a request; each of these tokens is of another step."""
+        return self._tokens.pop(name, [])
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Requests that are gone; the last few tokens of these are never read."""
+        for name in names:
+            self._tokens.pop(name, None)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification on the V2 runner: the target draws at every row, and the draft is followed.
+
+vLLM's own rejection sampler tests draft tokens by other noise than it samples with. Noise in V2 is
+a function of seed and position alone (vLLM 0.32 ``gumbel.py``), so what the target draws at a row
+is what plain decoding would draw there: a seeded text does not depend on what was drafted, and a
+token that was chosen, not drawn, is accepted as often as by vLLM's test.
+
+Chains are verified on the device. Trees, relaxed rules and drawn drafts are verified by the walks
+that the V1 runner has, on the host.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from vllm_spec_ext.engine.v2.chains import follow_chains
+from vllm_spec_ext.engine.v2.path_rows import path_rows
+from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
+from vllm_spec_ext.engine.verifying.drawn_drafts import (
+    DraftDistributions,
+    verified_rows,
+    verify_drawn,
+)
+from vllm_spec_ext.engine.verifying.node_sampling import StepRule, emitting_rows
+from vllm_spec_ext.engine.verifying.relaxed_rule import RelaxedRule
+from vllm_spec_ext.engine.verifying.step_batch import drawn_of, step_batch
+from vllm_spec_ext.scorers.walk.tree import Walk, walk, walk_samples
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+    from vllm_spec_ext.engine.v2.runner import SpecRunnerV2Mixin
+
+
+class WalkSampler(RejectionSampler):
+    """In the place of vLLM's rejection sampler, whose frame it keeps."""
+
+    def __init__(self, runner: "SpecRunnerV2Mixin") -> None:
+        """Build the engine's rule."""
+        super().__init__(runner.sampler, runner.speculative_config, runner.device)
+        self._runner = runner
+        settings = runner.speculative_config.spec_ext
+        self._relaxed_rule: RelaxedRule | None = None
+        if settings.rule is not None and not settings.rule.is_strict:
+            vocab_size = runner.vllm_config.model_config.get_vocab_size()
+            self._relaxed_rule = RelaxedRule(settings, vocab_size)
+        self._batch: DraftBatch | None = None  # of a step that is verified on the host
+        self._order: torch.Tensor | None = None  # row of each emitted token, as of a chain
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: "InputBatch",
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> "SamplerOutput":
+        """The step's new tokens, those of accepted drafts included."""
+        runner = self._runner
+        step, sampler = runner.spec_step, runner.sampler
+        sampler.look_at(logits)
+        sampler.set_eta(input_batch)
+        states = [runner.state_of(request_id) for request_id in step.request_ids]
+        temperatures = sampler.sampling_states.temperature.np[input_batch.idx_mapping_np]
+        greedy = (temperatures == 0.0).tolist()
+        plan = None if runner.tree_attention is None else runner.tree_attention.plan
+        distributions = drawn_of(step, states, greedy)
+        self._batch = self._order = None
+        if plan is not None or distributions or self._relaxed_rule is not None:
+            batch = self._batch = step_batch(step, states, plan)
+            self._rule: StepRule | None = None
+            self._distributions = distributions
+            if self._relaxed_rule is not None:
+                self._rule = self._relaxed_rule.of_step(batch, states, greedy, runner.device)
+                self._distributions = {}
+        elif runner.is_async:
+            invalid_drafts = _or(invalid_drafts, _fillers(step.drafts, logits.device))
+        return super().__call__(logits, input_batch, None, invalid_drafts)
+
+    def _verify_in_chunks(self, logits: torch.Tensor, *args: Any) -> Any:
+        """vLLM verifies huge batches in parts; a walk is over all of it."""
+        if self._batch is None:
+            return super()._verify_in_chunks(logits, *args)
+        input_batch, draft_logits, draft_sampled, pos, _, *rest = args
+        whole = (input_batch, draft_logits, draft_sampled, pos, logits.shape[0])
+        return super()._verify_in_chunks(logits, *whole, *rest)
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        pos: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        expanded_idx_mapping: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        verify_draft_sampled: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Processed logits [num_rows, vocab], tokens [num_reqs, k + 1], how many of them count."""
+        if self._batch is not None:
+            context = LogitsContext(
+                expanded_idx_mapping=expanded_idx_mapping,
+                idx_mapping=idx_mapping,
+                idx_mapping_np=idx_mapping_np,
+                expanded_local_pos=expanded_local_pos,
+                input_ids=draft_sampled,
+                pos=pos,
+                seq_lens_upper_bound_np=seq_lens_upper_bound_np,
+            )
+            return self._verify_on_host(self._batch, logits, context)
+        sampled, processed = self._runner.sampler.sample(
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+            return_logprobs=True,
+        )
+        tokens, num_sampled = follow_chains(
+            sampled, verify_draft_sampled, cu_num_logits, self.num_speculative_steps
+        )
+        return processed, tokens, num_sampled
+
+    def _verify_on_host(
+        self, batch: DraftBatch, logits: torch.Tensor, context: LogitsContext
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        runner = self._runner
+        sampler, device = runner.sampler, logits.device
+        layout = None
+        if np.any(sampler.needs_logits_processing[context.idx_mapping_np]):
+            layout = path_rows(batch)
+            context = layout.spread(context)
+        rows = logits if layout is None else logits[layout.rows_on(device)]
+        tolerated, draft_values = None, None
+        if self._rule is not None:
+            masked = self._masked(rows, context)
+            if layout is not None:
+                masked = masked[layout.places_on(device)]
+            tolerated, draft_values = self._rule(masked)
+        sampler.keeps_distribution = bool(self._distributions)
+        sampled, processed = sampler.sample(
+            rows,
+            context.expanded_idx_mapping,
+            context.idx_mapping,
+            context.idx_mapping_np,
+            context.pos,
+            context.input_ids,
+            context.expanded_local_pos,
+            context.seq_lens_upper_bound_np,
+            return_logprobs=True,
+        )
+        sampler.keeps_distribution = False
+        if layout is not None:
+            places = layout.places_on(device)
+            sampled, processed = sampled[places], processed[places]
+        # The walk runs on the host, which waits for the step's tokens right after anyway.
+        nodes = (batch.parents, batch.tokens, batch.node_starts, sampled.cpu().numpy())
+        if tolerated is None or draft_values is None:
+            taken = walk_samples(*nodes)
+        else:
+            taken = walk(*nodes, tolerated=tolerated, draft_logits=draft_values)
+        if self._distributions:
+            taken = self._walk_of_drawn(batch, self._distributions, processed, taken)
+        runner.spec_step.walk = taken
+        self._order = torch.from_numpy(chain_order(batch, taken)).to(device)
+        tokens = np.zeros((batch.num_requests, self.num_speculative_steps + 1), np.int64)
+        width = min(tokens.shape[1], taken.emitted.shape[1])
+        tokens[:, :width] = taken.emitted[:, :width]
+        num_sampled = torch.from_numpy((taken.num_accepted + 1).astype(np.int32)).to(device)
+        return processed, torch.from_numpy(tokens).to(device), num_sampled
+
+    @staticmethod
+    def _walk_of_drawn(
+        batch: DraftBatch,
+        distributions: dict[int, DraftDistributions],
+        processed: torch.Tensor,
+        taken: Walk,
+    ) -> Walk:
+        rows = torch.from_numpy(verified_rows(batch, distributions)).to(processed.device)
+        target = processed[rows].softmax(dim=-1, dtype=torch.float32)
+        return verify_drawn(batch, distributions, target, taken)
+
+    def _masked(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
+        """Float32 logits after everything that changes what the target would choose."""
+        sampler = self._runner.sampler
+        if not np.any(sampler.needs_logits_processing[context.idx_mapping_np]):
+            return logits.to(torch.float32)
+        masked = logits.to(torch.float32, copy=True)
+        for processor in sampler.logits_processors:
+            masked = processor.apply(masked, context)
+        sampler.thinking_budget_state.apply(masked, context)
+        return masked
+
+    def _get_logprobs_tensors(
+        self, sampled: torch.Tensor, num_sampled: torch.Tensor, logits: torch.Tensor, *args: Any
+    ) -> "LogprobsTensors | None":
+        """Log-probabilities of the emitted tokens, each from the row that it came from."""
+        if self._order is not None:
+            logits = logits[self._order]
+        return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args)
+
+
+def chain_order(batch: DraftBatch, taken: Walk) -> np.ndarray:
+    """[num_rows] int64: rows ordered so that a request's first ones gave its emitted tokens."""
+    width = taken.emitted.shape[1]
+    emitting = emitting_rows(batch, taken).reshape(batch.num_requests, width)
+    order = np.arange(len(batch.request_of_row))
+    for request, root in enumerate(batch.root_rows.tolist()):
+        count = int(taken.num_accepted[request]) + 1
+        order[root : root + count] = emitting[request, :count]
+    return order
+
+
+def _fillers(drafts: Any, device: torch.device) -> torch.Tensor | None:
+    """[num_rows] bool: rows that only fill a draft up; None where there are none."""
+    if all(token >= 0 for draft in drafts for token in draft):
+        return None
+    rows = [flag for draft in drafts for flag in (False, *(token < 0 for token in draft))]
+    return torch.tensor(rows).to(device, non_blocking=True)
+
+
+def _or(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first | second

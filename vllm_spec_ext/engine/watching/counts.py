@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's end of the counters: what is new since it was asked last."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
+
+from vllm_spec_ext.engine.watching.metric_names import COUNTERS, ONLINE_GAUGES
+
+
+class News(TypedDict, total=False):
+    """What a worker counted since the last time; what did not move is left out.
+
+    Made of plain Python numbers, as vLLM's message format (msgpack) carries no others.
+    """
+
+    counts: dict[str, float]
+    """By name, see ``COUNTERS``."""
+    drafter_us: list[float]
+    """Each call of the proposer, microseconds."""
+    models: dict[str, list[float]]
+    """By draft model or view, in the order of ``MODEL_COUNTERS``."""
+    sources: dict[str, list[float]]
+    """By source of draft tokens, in the order of ``SOURCE_COUNTERS``."""
+    online: dict[str, float]
+    """Latest values by name, see ``ONLINE_GAUGES``, with the time at which the version in use came
+    into use (seconds of the clock) in place of its age."""
+
+
+class WorkerCounts:
+    """Owned by the drafter; emptied by the worker whenever it answers the engine."""
+
+    def __init__(self) -> None:
+        """Nothing is counted yet."""
+        self._news: News = {}
+        self._told: dict[str, tuple[float, ...]] = {}  # totals of each model
+
+    def add(self, **counts: float) -> None:
+        """Add to counters by name."""
+        for name, count in counts.items():
+            if name not in COUNTERS:
+                raise KeyError(name)
+            if count:
+                found = self._news.setdefault("counts", {})
+                found[name] = found.get(name, 0.0) + float(count)
+
+    def time(self, microseconds: float) -> None:
+        """Count one call of the proposer."""
+        self._news.setdefault("drafter_us", []).append(float(microseconds))
+
+    def model(self, name: str, *totals: float) -> None:
+        """What a draft model or view did since the engine started, as ``MODEL_COUNTERS``."""
+        told = self._told.get(name, (0.0,) * len(totals))
+        self._told[name] = totals
+        _add(self._news.setdefault("models", {}), name, map(_minus, totals, told))
+
+    def source(self, name: str, *counts: float) -> None:
+        """Add to the counters of a source, as ``SOURCE_COUNTERS``."""
+        _add(self._news.setdefault("sources", {}), name, counts)
+
+    def online(self, values: Sequence[float]) -> None:
+        """Values of ``ONLINE_GAUGES``, in that order; NaN is not known yet.
+
+        Args:
+            values: With a time (seconds of the clock) in place of the age.
+        """
+        named = zip(ONLINE_GAUGES, values, strict=True)
+        self._news["online"] = {name: float(v) for name, v in named if not math.isnan(v)}
+
+    def take(self) -> News:
+        """What is new; it counts as told."""
+        news, self._news = self._news, {}
+        return news
+
+
+def _minus(one: float, other: float) -> float:
+    return one - other
+
+
+def _add(to: dict[str, list[float]], name: str, values: Iterable[float]) -> None:
+    new = [float(value) for value in values]
+    to[name] = [a + b for a, b in zip(to.get(name, [0.0] * len(new)), new, strict=True)]

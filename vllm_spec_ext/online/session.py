@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's side of a folder: which version drafts, and what is recorded.
+
+Everything slow, reading and checking files, is done by a thread; between two steps the engine only
+takes up what the thread has made ready. Of several replicas the first decides, and the others serve
+what it serves.
+"""
+
+import contextlib
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.online.folder import (
+    Control,
+    EngineState,
+    FolderFacts,
+    TrainerState,
+    Verdict,
+    check_folder,
+    folder_path,
+    read_record,
+    write_record,
+)
+from vllm_spec_ext.online.sample_files import SAMPLES, SampleWriter
+from vllm_spec_ext.online.tap import Tap
+from vllm_spec_ext.online.trial import Role, Trial
+from vllm_spec_ext.online.versions import (
+    check_version,
+    drafter_hash,
+    version_numbers,
+    write_version,
+)
+from vllm_spec_ext.options import OnlineOptions
+from vllm_spec_ext.proposers.records import Draft, StepContext, StepOutcome
+
+logger = logging.getLogger("vllm.spec_ext")
+
+_POLL_S = 0.25
+_TELL_S = 2.0
+_KEPT_VERDICTS = 50
+
+
+class Learner(Protocol):
+    """A proposer whose weights can be exchanged."""
+
+    steps_a_turn: int
+    """Steps that one version drafts before another may; more than 1 where an exchange is dear."""
+
+    def read_weights(self, folder: Path) -> object:
+        """Weights of a version, ready for use; called by any thread.
+
+        Raises:
+            SpecExtError: They are not of this drafter's shape.
+        """
+
+    def use_weights(self, weights: object) -> None:
+        """Draft with these from now on; called between two steps, and quick."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The drafter that a folder belongs to."""
+
+    method: str
+    target: str
+    vocab_size: int
+    folder: Path  # with the weights of the start
+    files: Mapping[str, bytes]  # of version 0, by name
+
+    @property
+    def drafter(self) -> str:
+        """Their hash."""
+        return drafter_hash(self.files)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A version that the thread has read; the engine is to serve it, or to try it."""
+
+    number: int
+    weights: object
+    serve: str | None  # why it is to be served at once; None = it is to be tried
+
+
+class OnlineSession:
+    """Of one engine; all but the thread's own methods are called by the engine's step."""
+
+    def __init__(
+        self,
+        options: OnlineOptions,
+        origin: Origin,
+        learner: Learner,
+        *,
+        is_first: bool = True,
+        fresh: bool = False,
+    ) -> None:
+        """Open the folder and serve the version that was kept last.
+
+        Args:
+            options: What the user asked for.
+            origin: The drafter.
+            learner: Has the weights of the start.
+            is_first: This replica records and decides; others follow it.
+            fresh: Begin with the weights of the start, whatever was learned before.
+
+        Raises:
+            SpecExtError: The folder is another drafter's, or cannot be written.
+        """
+        self._options, self._origin, self._learner = options, origin, learner
+        self._is_first = is_first
+        self._root = folder_path(options)
+        self.tap: Tap | None = None
+        self._writer: SampleWriter | None = None
+        self._trainer: subprocess.Popen[bytes] | None = None
+        check_folder(self._root, origin.method, origin.drafter)
+        if is_first:
+            self._open_folder()
+        self._trial = Trial(options.trial_steps, options.guard, options.seed)
+        self._weights: dict[int, object] = {0: learner.read_weights(origin.folder)}
+        self._state = self._first_state(fresh)
+        self._using = -1
+        self._turn_left = 0  # steps
+        self._drafted_by: dict[str, tuple[Role, int]] = {}
+        self._ready: _Ready | None = None
+        self._unreadable = -1  # a version that a follower could not read
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        if is_first:
+            self._start_recording()
+        self._use(self._state.serving)
+        self._thread = threading.Thread(target=self._watch, name="spec-ext-online", daemon=True)
+        self._thread.start()
+
+    # What the engine's step calls.
+
+    @property
+    def state(self) -> EngineState:
+        """As it will be written."""
+        return self._state
+
+    @property
+    def num_likeliest(self) -> int:
+        """Most likely tokens of the target that are recorded at a row."""
+        return self._options.likeliest
+
+    def begin_step(self) -> None:
+        """Take up what is ready, and let one version draft the step."""
+        before = self._state
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            self._take(ready)
+        if self._is_first:
+            self._decide()
+        ends = (before.serving, before.trying) != (self._state.serving, self._state.trying)
+        ends |= self._state.frozen and self._role == "trial"
+        if self._turn_left <= 0 or ends:
+            self._role = self._trial.role(
+                self._is_first and self._state.serving != 0, self._state.frozen
+            )
+            self._turn_left = self._learner.steps_a_turn
+        self._turn_left -= 1
+        self._use(self._version_of(self._role))
+
+    def drafted(self, step: StepContext, drafts: Sequence[Draft]) -> None:
+        """Remember who drafted for whom; a request without a draft gets nothing accepted."""
+        for request, draft in zip(step.requests, drafts, strict=True):
+            self._drafted_by.pop(request.request_id, None)
+            if len(draft):
+                self._drafted_by[request.request_id] = self._role, self._using
+            elif request.room > 0:
+                self._trial.count(self._role, 0)
+
+    def verified(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Count what became of the drafts, for the version that made them."""
+        for outcome in outcomes:
+            role, version = self._drafted_by.pop(outcome.request_id, ("serving", -1))
+            if version == self._version_of(role):
+                self._trial.count(role, outcome.num_accepted)
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """Requests that are gone."""
+        request_ids = list(request_ids)
+        for request_id in request_ids:
+            self._drafted_by.pop(request_id, None)
+        if self.tap is not None:
+            self.tap.finish(request_ids)
+
+    def gauges(self) -> list[float]:
+        """In the order of ``ONLINE_GAUGES`` (engine/watching/metric_names.py)."""
+        last = self._state.verdicts[-1] if self._state.verdicts else None
+        guard, serving = self._trial.guard.mean, self._trial.serving.mean
+        nan = float("nan")
+        return [
+            float(self._state.serving),
+            self._state.since,
+            nan if serving is None else serving,
+            nan if guard is None else guard,
+            nan if last is None else last.before,
+            nan if last is None else last.after,
+            self._core_share,
+            float(self._num_recorded),
+            float(self._num_lost),
+        ]
+
+    def flush(self) -> None:
+        """Write what was recorded of finished requests now; waits for the disk."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left and stop what was started; calls after the first do nothing."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        if self._trainer is not None:
+            self._trainer.terminate()
+        if self.tap is not None and self._writer is not None:
+            self.tap.finish(self.tap.open_requests)
+            self._writer.close()
+        self._thread.join(timeout=5.0)
+        if self._is_first:
+            with contextlib.suppress(OSError, SpecExtError):
+                write_record(self._root, self._told())
+        if self._trainer is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._trainer.wait(timeout=10.0)
+
+    # Starting.
+
+    def _open_folder(self) -> None:
+        origin = self._origin
+        try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what people wrote
+            if 0 not in version_numbers(self._root):
+                write_version(self._root, 0, origin.files, origin.drafter)
+            facts = FolderFacts(
+                method=origin.method,
+                target=origin.target,
+                drafter=origin.drafter,
+                vocab_size=origin.vocab_size,
+                options=self._options,
+            )
+            write_record(self._root, facts)
+        except OSError as error:
+            raise SpecExtError(f"online: cannot write to {self._root}: {error}") from error
+
+    def _first_state(self, fresh: bool) -> EngineState:
+        state = read_record(self._root, EngineState) or EngineState()
+        state = state.model_copy(update={"trying": None, "since": time.time()})
+        numbers = version_numbers(self._root)
+        if fresh:
+            newest = max(numbers, default=0)
+            return state.model_copy(update={"serving": 0, "handled": newest})
+        if state.serving:
+            try:
+                self._weights[state.serving] = self._read(state.serving)
+            except SpecExtError as error:
+                logger.warning("vllm-spec-ext: online: starting with version 0: %s", error)
+                state = state.model_copy(update={"serving": 0})
+        return state
+
+    def _start_recording(self) -> None:
+        writer = self._writer = SampleWriter(self._root / SAMPLES, self._options)
+        self.tap = Tap(self._options, writer.put)
+        self.tap.bytes_elsewhere = lambda: writer.pending_bytes
+        if self._options.start_trainer:
+            with open(self._root / "trainer.log", "ab") as log:
+                self._trainer = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "vllm_spec_ext.online.trainer"),
+                        *(str(self._root), "--with-parent"),
+                    ],
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                )
+
+    # Between two steps.
+
+    _role: Role = "serving"
+    _core_share = 0.0
+
+    def _version_of(self, role: Role) -> int:
+        if role == "guard":
+            return 0
+        if role == "trial" and self._state.trying is not None:
+            return self._state.trying
+        return self._state.serving
+
+    def _use(self, number: int) -> None:
+        if number != self._using:
+            self._learner.use_weights(self._weights[number])
+            self._using = number
+
+    def _take(self, ready: _Ready) -> None:
+        if self._state.frozen and ready.serve is None:
+            return  # it is read again afterwards
+        self._weights[ready.number] = ready.weights
+        if ready.serve is not None:
+            self._serve(ready.number, ready.serve)
+            return
+        self._set(trying=ready.number, handled=max(ready.number, self._state.handled))
+        self._trial.begin()
+
+    def _decide(self) -> None:
+        decision = self._trial.decision()
+        number = self._state.trying
+        if self._state.frozen:
+            return
+        if decision is not None and number is not None:
+            self._judge(number, decision.kept, decision.reason, decision.before, decision.after)
+            if decision.kept:
+                self._serve(number, "it was better")
+            else:
+                self._trial.cancel()
+                self._set(trying=None)
+        elif self._state.serving and self._trial.has_fallen():
+            before, after = self._trial.guard.mean or 0.0, self._trial.serving.mean or 0.0
+            self._judge(self._state.serving, False, "fell behind version 0", before, after)
+            self._serve(0, "the version in use fell behind it")
+
+    def _serve(self, number: int, why: str) -> None:
+        logger.info("vllm-spec-ext: online: version %d drafts now: %s", number, why)
+        self._trial.changed()
+        self._set(serving=number, trying=None, since=time.time())
+        kept = {0, number, self._using}
+        self._weights = {name: value for name, value in self._weights.items() if name in kept}
+
+    def _judge(self, number: int, kept: bool, reason: str, before: float, after: float) -> None:
+        verdict = Verdict(
+            version=number, kept=kept, reason=reason, before=before, after=after, when=time.time()
+        )
+        with self._lock:  # the thread judges, too: versions that cannot be read
+            self._set(verdicts=(*self._state.verdicts, verdict)[-_KEPT_VERDICTS:])
+
+    def _set(self, **changes: object) -> None:
+        with self._lock:
+            self._state = self._state.model_copy(update=changes)
+
+    # The thread.
+
+    def _watch(self) -> None:
+        told = 0.0
+        while not self._stop.wait(_POLL_S):
+            try:
+                if self._is_first:
+                    self._look()
+                else:
+                    self._follow()
+                if self._is_first and time.monotonic() - told >= _TELL_S:
+                    told = time.monotonic()
+                    write_record(self._root, self._told())
+                    trainer = read_record(self._root, TrainerState)
+                    alive = trainer is not None and time.time() - trainer.alive_at < 60.0
+                    self._core_share = trainer.core_share if alive and trainer else 0.0
+                    self._watch_trainer()
+            except (OSError, SpecExtError) as error:
+                self._say(str(error))
+            except Exception:  # a thread that dies would leave the engine without versions
+                logger.exception("vllm-spec-ext: online")
+
+    _said: frozenset[str] = frozenset()
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said |= {text}
+            logger.warning("vllm-spec-ext: online: %s", text)
+
+    def _look(self) -> None:
+        """Orders first, then a new version."""
+        control = read_record(self._root, Control) or Control()
+        if control.frozen != self._state.frozen:
+            self._set(frozen=control.frozen)
+        if self._ready is not None:
+            return
+        if control.serial > self._state.obeyed:
+            self._set(obeyed=control.serial)
+            if control.serve is not None:
+                newest = max(version_numbers(self._root), default=0)
+                self._set(handled=max(newest, self._state.handled))
+                weights = self._known_or_read(control.serve)
+                self._ready = _Ready(control.serve, weights, "it was ordered")
+                return
+        state = self._state
+        newest = max(version_numbers(self._root), default=0)
+        if state.frozen or state.trying is not None or newest <= state.handled:
+            return
+        try:
+            self._ready = _Ready(newest, self._read(newest), None)
+        except SpecExtError as error:
+            self._set(handled=max(newest, self._state.handled))
+            self._judge(newest, False, f"refused: {error}", 0.0, 0.0)
+            self._say(f"version {newest} is refused, {self._state.serving} goes on: {error}")
+
+    def _follow(self) -> None:
+        """Serve what the first replica serves."""
+        wanted = (read_record(self._root, EngineState) or EngineState()).serving
+        if wanted in (self._state.serving, self._unreadable) or self._ready is not None:
+            return
+        try:
+            weights = self._known_or_read(wanted)
+            self._ready = _Ready(wanted, weights, "the first replica serves it")
+        except SpecExtError as error:
+            self._unreadable = wanted
+            self._say(str(error))
+
+    def _known_or_read(self, number: int) -> object:
+        return self._weights[number] if number in self._weights else self._read(number)
+
+    def _read(self, number: int) -> object:
+        folder = check_version(self._root, number, self._origin.drafter)
+        return self._learner.read_weights(folder)
+
+    def _watch_trainer(self) -> None:
+        status = None if self._trainer is None else self._trainer.poll()
+        if status is not None:
+            self._say(
+                f"the trainer ended (status {status}; see {self._root / 'trainer.log'}); serving "
+                f"goes on. Start another with: vllm-spec online train {self._root}"
+            )
+
+    @property
+    def _num_recorded(self) -> int:
+        return 0 if self._writer is None else self._writer.num_starts
+
+    @property
+    def _num_lost(self) -> int:
+        if self._writer is None or self.tap is None:
+            return 0
+        return self._writer.num_lost + self.tap.num_dropped
+
+    def _told(self) -> EngineState:
+        return self._state.model_copy(
+            update={
+                "acceptance": self._trial.serving.mean,
+                "acceptance_at_start": self._trial.guard.mean,
+                "recorded": self._num_recorded,
+                "lost": self._num_lost,
+            }
+        )
