@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import typer
 from fenced_blocks import ROOT, blocks, commands
-from published_runs import MODEL, environment, model_folder, python_runs, server_runs
+from published_runs import (
+    MODEL,
+    ONE_PROCESS,
+    environment,
+    model_folder,
+    python_runs,
+    server_runs,
+)
 
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
@@ -100,6 +107,8 @@ def test_vllm_spec(
         assert subprocess.run(words, check=False).returncode == 0
         return
     monkeypatch.chdir(tmp_path)
+    for name, value in ONE_PROCESS.items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "my_prompts.jsonl").write_text('{"sentence": "He go home."}\n')
     (tmp_path / "jfleg.jsonl").write_text('{"text": "He go home."}\n')
     shutil.copy(ROOT / "examples/prompts/repeat.jsonl", tmp_path)
@@ -191,7 +200,7 @@ def test_step_probe(command: str, tmp_path: Path) -> None:
     done = subprocess.run(
         words,
         cwd=tmp_path,
-        env=environment(),
+        env=environment(**ONE_PROCESS),
         capture_output=True,
         text=True,
         timeout=300,

@@ -135,7 +135,7 @@ def test_custom_proposer_is_installed_and_drafts(tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation"]
     subprocess.run([*install, "--target", str(target), str(package)], check=True, timeout=120)
     paths = ":".join([str(target), *filter(None, [environment().get("PYTHONPATH")])])
-    variables = environment(PYTHONPATH=paths)
+    variables = environment(PYTHONPATH=paths, **ONE_PROCESS)
     explain = [sys.executable, "-m", "vllm_spec_ext.cli.main", "explain", "repeat"]
     shown = subprocess.run(
         explain, capture_output=True, text=True, env=variables, check=True, timeout=120

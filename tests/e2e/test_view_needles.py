@@ -13,7 +13,7 @@ from statistics import mean
 
 import pytest
 from fenced_blocks import ROOT
-from published_runs import environment, model_folder
+from published_runs import ONE_PROCESS, environment, model_folder
 
 pytestmark = [
     pytest.mark.e2e,
@@ -32,7 +32,7 @@ def test_a_retrieval_view_finds_what_a_stream_loses(tmp_path: Path) -> None:
         [sys.executable, script, model_folder(), *what, "--max-tokens", "24", "--out", str(out)],
         capture_output=True,
         text=True,
-        env=environment(),
+        env=environment(**ONE_PROCESS),
         timeout=500,
         check=False,
     )

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates with two tensor-parallel ranks; a script, not a test.
 
-Standard input holds ``{"engine": arguments of LLM, "results": file}``; the results are tokens of
-:data:`NAMES` and what both ranks did.
+Each line of standard input holds ``{"engine": arguments of LLM, "results": file}``; the results are
+tokens of :data:`NAMES` and what both ranks did, and a line of standard output says that they are
+there, or that there are none. Every engine has processes of its own, and all are forked from this
+one, which has imported vLLM: that takes longer than what they do.
 """
 
 import json
+import multiprocessing
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the workers
+
 from generation import run, tokens
 from scenarios import SCENARIOS, Scenario
+from vllm import LLM
+from vllm.v1.executor import multiproc_executor
 
 NAMES = ("mixed_lengths", "seeded", "few_tokens")
 SAMPLED = Scenario([{"max_tokens": 60, "temperature": 1.0}], SCENARIOS["mixed_lengths"].prompts)
@@ -38,14 +47,9 @@ def verdicts(worker: Any) -> list[str]:
     return [] if online is None else [verdict.reason for verdict in online.state.verdicts]
 
 
-def main() -> None:
+def generate(engine_arguments: dict[str, Any], results: Path) -> None:
     """One engine; its scenarios, and what its ranks say of themselves."""
-    given = json.load(sys.stdin)
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # random_state is sent to the workers
-    from vllm import LLM
-
-    engine = LLM(**given["engine"], tensor_parallel_size=2)
+    engine = LLM(**engine_arguments, tensor_parallel_size=2)
     found: dict[str, Any] = {name: tokens(run(engine, SCENARIOS[name])) for name in NAMES}
     found["accepted"] = sum(
         metric.value
@@ -61,8 +65,28 @@ def main() -> None:
     found["verdicts"] = [reason for each in engine.collective_rpc(verdicts) for reason in each]
     engine.collective_rpc("spec_ext_reset")
     found["again"] = tokens(run(engine, SCENARIOS["mixed_lengths"]))
-    Path(given["results"]).write_text(json.dumps(found))
+    partial = results.with_suffix(".partial")
+    partial.write_text(json.dumps(found))
+    partial.rename(results)
     engine.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    """A child for each line."""
+    # vLLM's CPU platform has its workers spawned.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for line in sys.stdin:
+        given = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            try:
+                generate(given["engine"], Path(given["results"]))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        print("done", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two tensor-parallel ranks give the tokens of one: rank 0 drafts, the other follows."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +59,48 @@ def plain(make_engine: Any) -> dict[str, Any]:
     return {name: tokens(run(engine, SCENARIOS[name])) for name in NAMES}
 
 
-@pytest.fixture(scope="module", params=METHODS)
-def found(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    """What two ranks did with a method, in processes of their own."""
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Runs an engine of these arguments, in processes of its own; see ``parallel_run.py``."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two ranks need two cores")
+    folder = tmp_path_factory.mktemp("engines")
+    log, numbers = folder / "log", itertools.count()
+    with log.open("w") as errors:
+        script = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "parallel_run.py")],
+            env=os.environ | {"PYTHONPATH": paths_with_test_methods(folder)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    assert script.stdin is not None
+    assert script.stdout is not None
+    stdin, stdout = script.stdin, script.stdout
+
+    def run_engine(**arguments: Any) -> dict[str, Any]:
+        results = folder / f"{next(numbers)}.json"
+        stdin.write(json.dumps({"engine": arguments, "results": str(results)}) + "\n")
+        stdin.flush()
+        while stdout.readline() not in ("done\n", ""):  # whatever libraries print
+            continue
+        assert results.is_file(), log.read_text()[-8000:]
+        return json.loads(results.read_text())
+
+    yield run_engine
+    stdin.close()
+    script.wait(60)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def found(
+    request: pytest.FixtureRequest,
+    tiny_model: Path,
+    engines: Callable[..., dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
+    """What two ranks did with a method."""
     folder = tmp_path_factory.mktemp("parallel")
     config = {
         **METHODS[request.param],
@@ -99,31 +136,19 @@ def found(
         else:
             other = save_eagle3(tiny_model, folder / "other")
         config["models"] = [other, str(tiny_model)]
-    engine = {
-        "model": str(tiny_model),
-        "speculative_config": config,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 160,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 2048,
-        "block_size": 32,
-        "kv_cache_memory_bytes": 32 << 20,
-        "disable_log_stats": False,
-        "seed": 0,
-    }
-    results = folder / "results.json"
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "parallel_run.py")],
-        env=os.environ | {"PYTHONPATH": paths_with_test_methods(folder)},
-        input=json.dumps({"engine": engine, "results": str(results)}),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    return engines(
+        model=str(tiny_model),
+        speculative_config=config,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=160,
+        max_num_seqs=8,
+        max_num_batched_tokens=2048,
+        block_size=32,
+        kv_cache_memory_bytes=32 << 20,
+        disable_log_stats=False,
+        seed=0,
     )
-    assert results.is_file(), (done.stdout + done.stderr)[-8000:]
-    return json.loads(results.read_text())
 
 
 def two_versions(folder: Path, own: Path, turned: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tiny_engine import ARGUMENTS
 from vllm_spec_ext.engine.starting import runners
 from vllm_spec_ext.errors import UnsupportedError
 
-PER_BATCH_SIZE = {**METHODS["oracle"], "num_speculative_tokens_per_batch_size": [[1, 8, 2]]}
+V1_ALONE: dict[str, Any] = {"speculative_config": METHODS["oracle"], "enable_lora": True}
 
 
 def config_of(model: Path, **arguments: Any) -> Any:
@@ -40,11 +40,11 @@ def test_the_default_is_vllms(tiny_model: Path) -> None:
 
 
 def test_v1_is_kept_where_our_part_of_v2_does_not_suffice(tiny_model: Path) -> None:
-    config = config_of(tiny_model, speculative_config=PER_BATCH_SIZE)
+    config = config_of(tiny_model, **V1_ALONE)
     assert not config.use_v2_model_runner
     assert config.speculative_config.method == "custom_class"
     runner = config.speculative_config.spec_ext.runner
-    assert runner == ("vLLM's V1 model runner (num_speculative_tokens_per_batch_size in V1 alone)")
+    assert runner == "vLLM's V1 model runner (LoRA in V1 alone)"
 
 
 def test_the_user_may_ask_for_v1(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +59,8 @@ def test_insisting_on_v2_is_refused_where_v1_is_needed(
 ) -> None:
     ask_for(monkeypatch, True)
     assert config_of(tiny_model, speculative_config=METHODS["oracle"]).use_v2_model_runner
-    with pytest.raises(UnsupportedError, match="num_speculative_tokens_per_batch_size"):
-        config_of(tiny_model, speculative_config=PER_BATCH_SIZE)
+    with pytest.raises(UnsupportedError, match="LoRA"):
+        config_of(tiny_model, **V1_ALONE)
 
 
 def test_without_triton_it_is_v1(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_async_scheduling_is_the_users_and_needs_v2(tiny_model: Path) -> None:
     config = config_of(tiny_model, speculative_config=METHODS["oracle"], async_scheduling=True)
     assert config.scheduler_config.async_scheduling
     with pytest.raises(UnsupportedError, match="async_scheduling forced on"):
-        config_of(tiny_model, speculative_config=PER_BATCH_SIZE, async_scheduling=True)
+        config_of(tiny_model, **V1_ALONE, async_scheduling=True)
 
 
 def test_the_start_up_line_says_which_runner_runs(

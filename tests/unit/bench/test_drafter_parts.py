@@ -32,23 +32,29 @@ def test_heads_draft_chains_in_every_step() -> None:
     }
 
 
-def test_methods_with_checkpoints_inside() -> None:
-    heads = str(demo_heads())
+@pytest.fixture
+def models(tmp_path: Path) -> list[str]:
+    """Folders of three draft models; a name would be asked for on the Hugging Face Hub."""
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    return [str(folder) for folder in folders]
+
+
+def test_methods_with_checkpoints_inside(models: list[str]) -> None:
+    heads, (a, b, c) = str(demo_heads()), models
     inside = of("auto", drafter={"method": "blockwise", "model": heads})
     assert [(kind, model) for kind, model, _ in inside] == [("heads", heads)]
     assert inside[0][2]["method"] == "blockwise"
-    models = ["a", {"model": "b", "quantization": "fp8"}]
-    found = of("token_tree", models=models)
-    assert [(kind, model) for kind, model, _ in found] == [
-        ("draft_model", "a"),
-        ("draft_model", "b"),
-    ]
+    found = of("token_tree", models=[a, {"model": b, "quantization": "fp8"}])
+    assert [(kind, model) for kind, model, _ in found] == [("draft_model", a), ("draft_model", b)]
     assert all(config["method"] == "small_model" for _, _, config in found)
     assert found[1][2]["quantization"] == "fp8"
-    levels = [{"method": "input_copy"}, {"model": "c"}]
-    assert [model for _, model, _ in of("cascade", levels=levels)] == ["c"]
-    levels = [{"method": "blockwise", "model": heads}, {"model": "c"}]
-    assert [model for _, model, _ in of("cascade", levels=levels)] == [heads, "c"]
+    levels = [{"method": "input_copy"}, {"model": c}]
+    assert [model for _, model, _ in of("cascade", levels=levels)] == [c]
+    levels = [{"method": "blockwise", "model": heads}, {"model": c}]
+    assert [model for _, model, _ in of("cascade", levels=levels)] == [heads, c]
 
 
 def test_an_eagle3_head_is_known_by_its_config(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from vllm_spec_ext import compat
 from vllm_spec_ext.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -36,29 +35,18 @@ class RunnerChoice:
 
 
 def _only_v1(
-    args: "EngineArgs",
-    model: "ModelConfig",
-    parallel: "ParallelConfig",
-    views: bool,
-    learns: bool,
-    vllm_options: dict[str, Any],
+    args: "EngineArgs", parallel: "ParallelConfig", vllm_options: dict[str, Any]
 ) -> Iterator[str]:
     """What our part of the V2 runner does not do."""
     missing = compat.missing_for_v2()
     if missing:
         yield f"this vLLM ({'; '.join(missing)})"
-    if views:
-        yield "a method with cache views"
-    if learns:
-        yield "a drafter that learns (online)"
-    if parallel.tensor_parallel_size > 1:
-        yield "tensor parallelism"
     if parallel.data_parallel_size > 1:
         yield "data parallelism"
+    # V2 turns hidden states to logits with one adapter a request (vLLM 0.32
+    # ``v1/worker/gpu/lora_utils.py``), not a row: rows of drafts have none.
     if args.enable_lora:
         yield "LoRA"
-    if model.is_multimodal_model:
-        yield "a multimodal model"
     if vllm_options.get("num_speculative_tokens_per_batch_size") is not None:
         yield "num_speculative_tokens_per_batch_size"
 
@@ -73,23 +61,14 @@ def without_v2() -> str | None:
 
 
 def choose_runner(
-    args: "EngineArgs",
-    method: str,
-    model: "ModelConfig",
-    parallel: "ParallelConfig",
-    views: bool,
-    learns: bool,
-    vllm_options: dict[str, Any],
+    args: "EngineArgs", method: str, parallel: "ParallelConfig", vllm_options: dict[str, Any]
 ) -> RunnerChoice:
     """The runner that vLLM would take without us, if it works with what was asked for.
 
     Args:
         args: ``EngineArgs``.
         method: Our method, for the message.
-        model: Target ``ModelConfig``.
         parallel: Target ``ParallelConfig``.
-        views: The method runs views of the target's cache.
-        learns: Its drafter learns while it serves.
         vllm_options: vLLM's own speculative options that were given.
 
     Raises:
@@ -101,7 +80,7 @@ def choose_runner(
     if reason is not None:
         return RunnerChoice(False, reason)
     asked = bool(VLLM_USE_V2_MODEL_RUNNER)
-    needs = list(_only_v1(args, model, parallel, views, learns, vllm_options))
+    needs = list(_only_v1(args, parallel, vllm_options))
     if not needs:
         return RunnerChoice(True, f"{ENVIRONMENT}=1" if asked else "vLLM's default")
     if asked:

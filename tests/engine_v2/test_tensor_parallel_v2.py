@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tensor-parallel ranks on the V2 runner; the tests of V1, for a tree."""
+
+from typing import Any
+
+import pytest
+import test_tensor_parallel as parallel
+from generation import run, tokens
+from scenarios import SCENARIOS
+from test_tensor_parallel import engines, found
+
+__all__ = ["engines", "found"]
+
+
+@pytest.fixture(scope="module")
+def one_rank(make_engine: Any) -> dict[str, Any]:
+    engine = make_engine(max_num_batched_tokens=2048)
+    return {name: tokens(run(engine, SCENARIOS[name])) for name in parallel.NAMES}
+
+
+@pytest.mark.parametrize("found", ["tree"], indirect=True)
+def test_same_tokens_as_one_rank(found: dict[str, Any], one_rank: dict[str, Any]) -> None:
+    parallel.test_same_tokens_as_one_rank(found, one_rank)
+    parallel.test_one_rank_drafts(found)
+    parallel.test_ranks_draw_alike(found)
