@@ -7,6 +7,7 @@ there, or that there are none. Every engine has processes of its own, and all ar
 one, which has imported vLLM: that takes longer than what they do.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -16,14 +17,26 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the cores that the tests were given
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the workers
 
 from generation import run, tokens
 from scenarios import SCENARIOS, Scenario
 from vllm import LLM
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.platforms import current_platform
+from vllm.triton_utils import dispatcher
+from vllm.v1.engine import utils as engine_processes
 from vllm.v1.executor import multiproc_executor
 
+# What vLLM imports only when an engine starts, in each of its processes.
+LATER = (
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "vllm_spec_ext.engine.cpu_worker",
+)
 NAMES = ("mixed_lengths", "seeded", "few_tokens")
 SAMPLED = Scenario([{"max_tokens": 60, "temperature": 1.0}], SCENARIOS["mixed_lengths"].prompts)
 
@@ -68,13 +81,22 @@ def generate(engine_arguments: dict[str, Any], results: Path) -> None:
     partial = results.with_suffix(".partial")
     partial.write_text(json.dumps(found))
     partial.rename(results)
-    engine.llm_engine.engine_core.shutdown()
+    engine.llm_engine.engine_core.shutdown(timeout=0.1)
 
 
 def main() -> None:
     """A child for each line."""
-    # vLLM's CPU platform has its workers spawned.
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    # vLLM's CPU platform has its processes spawned.
+    for module in (engine_processes, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    # vLLM's own ranks wait for each other by spinning: on cores that others use, too, that takes
+    # whole time slices.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    # Once for all, and before Numba is here, on whose objects that fails.
+    current_platform.register_triton_kernel_overrides()
+    dispatcher.register_kernels = lambda overrides: None
+    for name in LATER:
+        importlib.import_module(name)
     for line in sys.stdin:
         given = json.loads(line)
         child = os.fork()

@@ -51,10 +51,11 @@ class OnlineOptions(Options):
     """Divergence between target and drafter that is made small: KL(target || drafter),
     KL(drafter || target), or the mean of both to their average."""
 
-    learning_rate: float = Field(default=1e-4, gt=0.0, le=1.0, allow_inf_nan=False)
-    """Of AdamW, constant after a short rise."""
+    learning_rate: float = Field(default=3e-5, gt=0.0, le=1.0, allow_inf_nan=False)
+    """Of AdamW, constant after a short rise. With few requests a higher one, or a smaller batch,
+    makes trained heads worse on the next."""
 
-    batch_size: int = Field(default=32, ge=1, le=4096)
+    batch_size: int = Field(default=128, ge=1, le=4096)
     """Positions of a training step."""
 
     replay: float = Field(default=0.5, ge=0.0, lt=1.0)
