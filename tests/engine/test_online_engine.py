@@ -35,6 +35,8 @@ from vllm_spec_ext.proposers.blockwise.heads import CONFIG_NAME, WEIGHTS_NAME
 
 HEADS = 3
 ALL = {"record": "all", "others": 1.0, "budget": 0.0, "guard": 0.0, "likeliest": 8}
+# Few samples of a toy, which is to be learned by heart.
+UNTIL_LEARNED = {"learning_rate": 3e-3, "batch_size": 32, "passes": 1000}
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +279,7 @@ def test_what_is_learned_is_kept_and_noise_is_not(
     serve: Serve, make_engine: Any, tmp_path: Path
 ) -> None:
     """The whole loop: recorded, trained, published, tried, kept; and noise is refused."""
-    options = {"publish_steps": 300, "trial_steps": 100, "learning_rate": 3e-3, "guard": 0.2}
+    options = {"publish_steps": 300, "trial_steps": 100, "guard": 0.2, **UNTIL_LEARNED}
     heads = save_random_heads(tmp_path / "heads", copy_match=4)
     served = serve(heads=heads, **options)
     session = served.session

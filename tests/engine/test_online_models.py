@@ -27,6 +27,8 @@ from vllm_spec_ext.proposers.growth.checkpoint_files import CONFIG_NAME, WEIGHTS
 from vllm_spec_ext.proposers.growth.learning_model import OneModelLearns
 
 ALL = {"record": "all", "others": 1.0, "budget": 0.0, "guard": 0.0, "likeliest": 8}
+# Few samples of a toy, which is to be learned by heart.
+UNTIL_LEARNED = {"learning_rate": 3e-3, "batch_size": 32, "passes": 1000}
 METHODS: dict[str, dict[str, Any]] = {
     "small_model": {"num_speculative_tokens": 3},
     "token_tree": {"num_speculative_tokens": 6},
@@ -221,7 +223,7 @@ def test_what_is_learned_is_kept(
 ) -> None:
     """The whole loop: recorded, trained, published, tried and kept; the same tokens throughout."""
     monkeypatch.setattr(OneModelLearns, "steps_a_turn", 8)
-    options = {"publish_steps": 150, "trial_steps": 60, "learning_rate": 3e-3}
+    options = {"publish_steps": 150, "trial_steps": 60, **UNTIL_LEARNED}
     served = serve("small_model", **options)
     session = served.session
     params = sampling_params({"max_tokens": 40})

@@ -57,7 +57,6 @@ _WARMUP_STEPS = 50
 # A version is the running mean of the weights over about so many steps. Small batches at a constant
 # rate shake weights about, and what a version gains by the last batch it loses by the others.
 _AVERAGED_STEPS = 100
-_MOST_PASSES = 8  # over the samples on disk; then it waits for new ones
 _KEPT_VERSIONS = 16
 _POLL_S = 1.0
 _TELL_S = 2.0
@@ -109,17 +108,17 @@ class Trainer:
         self.pool.refresh()
         if not self.pool.num_positions:
             return "there are no samples"
-        if self._positions_trained >= _MOST_PASSES * self.pool.num_positions:
+        if self._positions_trained >= self.options.passes * self.pool.num_positions:
             return "there are no new samples"
         random = np.random.default_rng([self.options.seed, self.steps])
         batch = self.pool.batch(self.options.batch_size, self.options.replay, random)
         judged = self.student.judge(batch)
+        num_rows = len(next(iter(batch.values())))
+        self._positions_trained += num_rows * self.student.row_positions
         if not judged.num_drafted:
-            self._positions_trained += self.options.batch_size
             return "the samples teach nothing yet"
         self._learn(judged)
         self.steps += 1
-        self._positions_trained += self.options.batch_size
         if self.steps % self.options.publish_steps == 0:
             self.publish()
         return ""

@@ -58,6 +58,10 @@ class OnlineOptions(Options):
     batch_size: int = Field(default=128, ge=1, le=4096)
     """Positions of a training step."""
 
+    passes: float = Field(default=4.0, gt=0.0, le=1e6, allow_inf_nan=False)
+    """Times that a sample is trained on, on average; then the trainer waits for new ones. More than
+    a few passes over some hundred requests make trained heads worse again on the next."""
+
     replay: float = Field(default=0.5, ge=0.0, lt=1.0)
     """Share of a batch that is drawn from all samples on disk, against forgetting; the rest is
     drawn from the newest."""

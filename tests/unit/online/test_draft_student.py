@@ -51,7 +51,8 @@ def save_model(folder: Path, *, tied: bool = True, vocab: int = VOCAB) -> Path:
 
 
 def facts_of(root: Path, **options: Any) -> FolderFacts:
-    given = {"folder": str(root), "learning_rate": 3e-3, "publish_steps": 20, **options}
+    given = {"folder": str(root), "learning_rate": 3e-3, "passes": 1000, "publish_steps": 20}
+    given |= options
     return FolderFacts(
         method="small_model",
         target="toy",

@@ -82,7 +82,9 @@ def make_folder(root: Path, **options: Any) -> Path:
     student.module = BlockwiseHeads(config)
     root.mkdir()
     write_version(root, 0, student.files(), "own")
-    given = {"folder": str(root), "learning_rate": 1e-2, "publish_steps": 20, **options}
+    given = {"folder": str(root), "learning_rate": 1e-2, "batch_size": 32, "passes": 8}
+    given["publish_steps"] = 20
+    given |= options
     write_record(
         root,
         FolderFacts(
