@@ -30,7 +30,8 @@ def main() -> None:
             "model": sys.argv[2] if len(sys.argv) > 2 else str(demo_heads()),
             "num_speculative_tokens": 4,
             "adaptive_length": False,  # draft even if it does not pay, to show it
-            "online": {"folder": str(folder), "others": 1.0, "publish_steps": 4},
+            # So many passes because there are so few requests.
+            "online": {"folder": str(folder), "others": 1.0, "publish_steps": 4, "passes": 20},
         },
     )
     params = SamplingParams(temperature=0.0, max_tokens=48)
