@@ -51,7 +51,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_two_workers_by_ray(tmp_path: Path) -> None:
     plugin = tmp_path / "plugin"
     plugin.mkdir()
@@ -70,7 +70,7 @@ def test_two_workers_by_ray(tmp_path: Path) -> None:
             env={**cluster.environment, **more},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=700,  # its two workers share two cores with other tests
             check=False,
         )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
