@@ -21,10 +21,10 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the cores that the tests w
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the workers
 
 from generation import run, tokens
+from one_process import once
 from scenarios import SCENARIOS, Scenario
 from vllm import LLM
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
 from vllm.v1.engine import utils as engine_processes
 from vllm.v1.executor import multiproc_executor
@@ -92,9 +92,7 @@ def main() -> None:
     # vLLM's own ranks wait for each other by spinning: on cores that others use, too, that takes
     # whole time slices.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-    # Once for all, and before Numba is here, on whose objects that fails.
-    current_platform.register_triton_kernel_overrides()
-    dispatcher.register_kernels = lambda overrides: None
+    dispatcher.register_kernels = once(dispatcher.register_kernels)
     for name in LATER:
         importlib.import_module(name)
     for line in sys.stdin:

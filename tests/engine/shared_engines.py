@@ -5,13 +5,13 @@ The environment must be set before this is imported; each folder's ``conftest.py
 """
 
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from generation import run, tokens
+from one_process import once, without_collection
 from scenarios import LONG, LONG_SIZES, SCENARIOS
 from tiny_engine import start_engine
 from tiny_model import build_tiny_model
@@ -28,33 +28,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def _one_process_many_engines() -> Iterator[None]:
-    """Let several engines live in one process.
-
-    vLLM 0.32's CPU worker registers its kernels once per worker and trips over llvmlite when it
-    does so after numba was imported (``dispatcher._rebind_kernels``), as the unit tests do
-    when they are collected; once is enough, and llvmlite holds none of the kernels.
-    """
+    """Let several engines live in one process; see :func:`one_process.once`."""
     # Here, because exceptions that modules keep from their import hold the callers' variables,
     # engines among them.
     import vllm.entrypoints.llm  # noqa: F401
     from vllm.triton_utils import dispatcher
 
-    original = dispatcher.register_kernels
-    seen: list[bool] = []
-
-    def register_once(overrides: Any) -> None:
-        if not seen:
-            seen.append(True)
-            hidden = {name: sys.modules[name] for name in sys.modules if "llvmlite" in name}
-            for name in hidden:
-                del sys.modules[name]
-            try:
-                original(overrides)
-            finally:
-                sys.modules.update(hidden)
-
     patch = pytest.MonkeyPatch()
-    patch.setattr(dispatcher, "register_kernels", register_once)
+    patch.setattr(dispatcher, "register_kernels", once(dispatcher.register_kernels))
     yield
     patch.undo()
 
@@ -87,8 +68,7 @@ def make_engine(tiny_model: Path, _one_process_many_engines: None) -> Iterator[E
         return engines[key]
 
     yield make
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda: 0)  # vLLM would call it for every engine
+    with without_collection():
         for key in list(engines):
             engines.pop(key).llm_engine.engine_core.shutdown()
     gc.collect()

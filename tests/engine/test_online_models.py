@@ -16,6 +16,7 @@ from save_drafts import save_draft
 from scenarios import PROMPTS, SCENARIOS
 from test_cache_view_engine import CROWDED
 from test_greedy_identity import runner_of
+from test_online_engine import ALL, UNTIL_LEARNED
 from tiny_engine import start_engine
 
 from vllm_spec_ext.online.folder import FolderFacts, read_record
@@ -26,9 +27,6 @@ from vllm_spec_ext.online.versions import version_folder, write_version
 from vllm_spec_ext.proposers.growth.checkpoint_files import CONFIG_NAME, WEIGHTS_NAME
 from vllm_spec_ext.proposers.growth.learning_model import OneModelLearns
 
-ALL = {"record": "all", "others": 1.0, "budget": 0.0, "guard": 0.0, "likeliest": 8}
-# Few samples of a toy, which is to be learned by heart.
-UNTIL_LEARNED = {"learning_rate": 3e-3, "batch_size": 32, "passes": 1000}
 METHODS: dict[str, dict[str, Any]] = {
     "small_model": {"num_speculative_tokens": 3},
     "token_tree": {"num_speculative_tokens": 6},

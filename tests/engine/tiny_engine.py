@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts an engine on a tiny model in this process, small and quick."""
 
-import gc
 from pathlib import Path
 from typing import Any
-from unittest import mock
+
+from one_process import without_collection
 
 ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",
@@ -24,7 +24,5 @@ def start_engine(model: Path | str, **arguments: Any) -> Any:
     """An ``LLM``; other arguments than the model's win over :data:`ARGUMENTS`."""
     from vllm import LLM
 
-    # vLLM collects garbage five times while an engine starts: nine tenths of the time that a tiny
-    # one takes, as all that was ever imported is looked through.
-    with mock.patch.object(gc, "collect", return_value=0):
+    with without_collection():
         return LLM(**{"model": str(model), **ARGUMENTS, **arguments})

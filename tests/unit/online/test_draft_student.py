@@ -51,14 +51,13 @@ def save_model(folder: Path, *, tied: bool = True, vocab: int = VOCAB) -> Path:
 
 
 def facts_of(root: Path, **options: Any) -> FolderFacts:
-    given = {"folder": str(root), "learning_rate": 3e-3, "passes": 1000, "publish_steps": 20}
-    given |= options
+    given = {"learning_rate": 3e-3, "passes": 1000, "publish_steps": 20}
     return FolderFacts(
         method="small_model",
         target="toy",
         drafter="own",
         vocab_size=VOCAB,
-        options=OnlineOptions.model_validate(given),
+        options=OnlineOptions.model_validate({"folder": str(root), **given, **options}),
     )
 
 

@@ -82,9 +82,7 @@ def make_folder(root: Path, **options: Any) -> Path:
     student.module = BlockwiseHeads(config)
     root.mkdir()
     write_version(root, 0, student.files(), "own")
-    given = {"folder": str(root), "learning_rate": 1e-2, "batch_size": 32, "passes": 8}
-    given["publish_steps"] = 20
-    given |= options
+    given = {"learning_rate": 1e-2, "batch_size": 32, "passes": 8, "publish_steps": 20}
     write_record(
         root,
         FolderFacts(
@@ -92,7 +90,7 @@ def make_folder(root: Path, **options: Any) -> Path:
             target="toy",
             drafter="own",
             vocab_size=VOCAB,
-            options=OnlineOptions.model_validate(given),
+            options=OnlineOptions.model_validate({"folder": str(root), **given, **options}),
         ),
     )
     return root
