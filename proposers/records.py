@@ -126,6 +126,9 @@ class StepContext:
     max_nodes: int | None = None
     """With ``Needs.shares_nodes``: most draft tokens of all requests together; None = as their
     rooms say."""
+    branch_cost: float | None = None
+    """Tokens that each branch of a tree costs beside its nodes (the first path is none), as
+    measured; None while that is not known."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
+from vllm_spec_ext.proposers.payoff import branches
 from vllm_spec_ext.proposers.payoff.node_payoff import NodePayoff
 
 logger = logging.getLogger("vllm.spec_ext")
@@ -130,6 +131,7 @@ class NgramDrafter:
     def _warm_up(self) -> None:
         """Compile every kernel (seconds, then cached on disk), leaving no trace in the overlays."""
         self.learner.warm_up()
+        branches.warm_up()
         self._requests[0] = (-1, 0, -1, 1, -1)
         self._run(1)
 
@@ -166,13 +168,16 @@ class NgramDrafter:
                 count = int(found.counts[row])
                 if count:
                     # Copies: the arrays are used again by the next step.
-                    probs = found.probs[row, :count].copy()
-                    drafts[start + index] = Draft(
+                    draft = Draft(
                         found.tokens[row, :count].copy(),
                         found.parents[row, :count].copy(),
-                        path_probs=probs,
+                        path_probs=found.probs[row, :count].copy(),
                     )
-                    self._payoff.drafted(step.requests[start + index].request_id, probs)
+                    if self.settings.adaptive_length:
+                        draft = branches.without_dear_branches(draft, step, self._payoff.acceptance)
+                    drafts[start + index] = draft
+                    assert draft.path_probs is not None
+                    self._payoff.drafted(step.requests[start + index].request_id, draft.path_probs)
             searched += part
         return drafts
 

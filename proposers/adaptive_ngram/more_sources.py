@@ -38,13 +38,13 @@ class MoreSources:
             step: The requests.
             drafts: Of the n-grams.
         """
-        least = self._drafts.least(step)
+        costs = self._drafts.costs(step)
         trees = []
         for request, draft in zip(step.requests, drafts, strict=True):
             if request.options.enabled:
                 self._lookup.follow(request)
             trees.append(
-                self._drafts.grow(self._lookup, request, least, given_by(None, draft))
+                self._drafts.grow(self._lookup, request, costs, given_by(None, draft))
                 if request.room > 0 and request.options.enabled
                 else None
             )

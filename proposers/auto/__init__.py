@@ -23,7 +23,6 @@ from vllm_spec_ext.proposers.base import (
     ModelSpec,
     Needs,
     RequestFacts,
-    RequestStep,
     StepContext,
     StepOutcome,
     TargetFacts,
@@ -139,8 +138,7 @@ class Auto(BaseProposer):
         if self._copy is not None:
             # No prices: how much of it is drafted is decided here.
             copies = self._copy.propose(StepContext(step.requests))
-        least = self._drafts.least(step)
-        trees = self._grow(step.requests, copies, [None] * len(copies), least)
+        trees = self._grow(step, copies, [None] * len(copies))
         rows = [row for row, tree in enumerate(trees) if tree is not None]
         if self._drafter is not None and rows:
             self._ask_drafter(step, prices, copies, trees, rows)
@@ -167,17 +165,17 @@ class Auto(BaseProposer):
 
     def _grow(
         self,
-        requests: Sequence[RequestStep],
+        step: StepContext,
         copies: Sequence[Draft | None],
         drafted: Sequence[Draft | None],
-        least: float,
     ) -> list[Candidates | None]:
         """The best tree of each request; None where there is no room."""
+        costs = self._drafts.costs(step)
         return [
-            self._drafts.grow(self._lookup, request, least, given_by(copy, draft))
+            self._drafts.grow(self._lookup, request, costs, given_by(copy, draft))
             if request.room > 0 and request.options.enabled
             else None
-            for request, copy, draft in zip(requests, copies, drafted, strict=True)
+            for request, copy, draft in zip(step.requests, copies, drafted, strict=True)
         ]
 
     def _ask_drafter(
@@ -190,7 +188,7 @@ class Auto(BaseProposer):
     ) -> None:
         """Grow the trees again with the drafter's candidates, if it is likely to pay."""
         assert self._drafter is not None
-        least = self._drafts.least(step)
+        least = self._drafts.costs(step).node
         before = [_worth(trees[row], least) for row in rows]
         adaptive = self.options.adaptive_length
         if adaptive and not self._payoff.pays(before, prices):
@@ -203,7 +201,7 @@ class Auto(BaseProposer):
         ]
         drafted = self._drafter.propose(StepContext(asked, step.hidden_states))
         seconds = time.perf_counter() - started
-        trees[:] = self._grow(step.requests, copies, drafted, least)
+        trees[:] = self._grow(step, copies, drafted)
         after = [_worth(trees[row], least) for row in rows]
         self._payoff.asked(before, after, seconds)
         self._value.spend(seconds)

@@ -35,6 +35,7 @@ from vllm_spec_ext.proposers.base import (
 from vllm_spec_ext.proposers.blockwise.options import BlockwiseOptions
 from vllm_spec_ext.proposers.blockwise.without_adapters import without_adapters
 from vllm_spec_ext.proposers.draft_tree import is_branching
+from vllm_spec_ext.proposers.payoff import branches
 from vllm_spec_ext.proposers.payoff.node_payoff import NodePayoff
 from vllm_spec_ext.proposers.text_index.copied_tokens import copied_tokens
 from vllm_spec_ext.proposers.text_index.occurrence_index import warm_up
@@ -167,6 +168,7 @@ class Blockwise(BaseProposer):
         if self._options.tree:
             one = np.log(np.full((1, 1), 0.5, np.float32))
             self._tree(one, np.zeros((1, 1), np.int32), 1, -math.inf)
+            branches.warm_up()
 
     def propose(self, step: StepContext) -> list[Draft]:
         """One draft per request; empty where there is no room."""
@@ -191,6 +193,8 @@ class Blockwise(BaseProposer):
             request = step.requests[row]
             if self._options.tree:
                 draft = self._tree(log_probs[i], tokens[i], request.room, limit)
+                if self._options.adaptive_length:
+                    draft = branches.without_dear_branches(draft, step, self._payoff.acceptance)
             elif self._options.draw and request.may_be_drawn:
                 draft = self._drawn(logits[i], request, confidence)
             else:

@@ -15,7 +15,7 @@ from vllm_spec_ext.proposers.base import (
 )
 from vllm_spec_ext.proposers.candidates.evidence import NAMES
 from vllm_spec_ext.proposers.candidates.lookup import Candidates, Lookup
-from vllm_spec_ext.proposers.candidates.tree_drafts import TreeDrafts
+from vllm_spec_ext.proposers.candidates.tree_drafts import DraftCosts, TreeDrafts
 
 
 class LookupMethod(BaseProposer):
@@ -34,8 +34,8 @@ class LookupMethod(BaseProposer):
 
     def propose(self, step: StepContext) -> list[Draft]:
         """A tree of candidates for each request, as far as they pay."""
-        least = self._drafts.least(step)
-        return self._drafts.make(step, [self._grow(request, least) for request in step.requests])
+        costs = self._drafts.costs(step)
+        return self._drafts.make(step, [self._grow(request, costs) for request in step.requests])
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how much the sources are worth."""
@@ -47,10 +47,10 @@ class LookupMethod(BaseProposer):
             self._lookup.finish(request_id)
             self._drafts.calibration.forget(request_id)
 
-    def _grow(self, request: RequestStep, least: float) -> Candidates | None:
+    def _grow(self, request: RequestStep, costs: DraftCosts) -> Candidates | None:
         if not request.options.enabled:
             return None
         self._lookup.follow(request, getattr(request.options, "remember", True))
         if request.room <= 0:
             return None
-        return self._drafts.grow(self._lookup, request, least)
+        return self._drafts.grow(self._lookup, request, costs)

@@ -5,6 +5,7 @@ The methods `suffix_tree` and `recycling` are this with one source, `auto` with 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,10 +21,20 @@ from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
 from vllm_spec_ext.proposers.candidates.lookup import Candidates, Lookup
 from vllm_spec_ext.proposers.candidates.node_choice import choose
 from vllm_spec_ext.proposers.draft_tree import is_branching
+from vllm_spec_ext.proposers.payoff import branches
 from vllm_spec_ext.proposers.payoff.forward_payoff import Retries
 
 _DOUBTFUL = 0.7  # of the least probability: sources may promise too little
 _TRIAL_NODES = 4  # of a step in which nothing pays by what is known, now and then
+
+
+@dataclass(frozen=True)
+class DraftCosts:
+    """In tokens that the engine emits; 0 where all is drafted that there is room for."""
+
+    node: float  # of verifying one node
+    branch: float  # of each branch, beside its nodes
+    any: float  # of any draft at all
 
 
 class TreeDrafts:
@@ -40,39 +51,50 @@ class TreeDrafts:
 
         self._depth_first = depth_first
         depth_first(np.zeros((0, 3), np.int32))  # compile now
+        branches.warm_up()
         self._names = names
         self._adaptive = adaptive_length
         self._retries = Retries()
         self.calibration = Calibration()
 
-    def least(self, step: StepContext) -> float:
-        """Path probability from which on a node may pay."""
-        return (step.min_probability or 0.0) if self._adaptive else 0.0
+    def costs(self, step: StepContext) -> DraftCosts:
+        """What the drafts of a step cost, as far as it is known."""
+        if not self._adaptive:
+            return DraftCosts(0.0, 0.0, 0.0)
+        return DraftCosts(
+            step.min_probability or 0.0, step.branch_cost or 0.0, step.fixed_cost or 0.0
+        )
 
     def grow(
-        self, lookup: Lookup, request: RequestStep, least: float, given: Given = NOTHING_GIVEN
+        self,
+        lookup: Lookup,
+        request: RequestStep,
+        costs: DraftCosts,
+        given: Given = NOTHING_GIVEN,
     ) -> Candidates:
         """The best tree for a request, with probabilities as far as they can be trusted.
 
         Args:
             lookup: That has just seen the request.
             request: Its room is the most nodes.
-            least: Least probability of a path that is of use.
+            costs: Paths that are less likely than a node costs are of no use, nor are branches that
+                earn less than one costs.
             given: Drafts of other sources.
         """
-        tree = lookup.grow(request, self.calibration.weights, _DOUBTFUL * least, given)
+        tree = lookup.grow(request, self.calibration.weights, _DOUBTFUL * costs.node, given)
         trust = self.calibration.trust
         paths = trust.corrected(request.request_id, tree.parents, tree.said)
         # A path is never likelier than its beginning, so parents stay before their children.
         order = np.argsort(-paths, kind="stable")
         place = np.empty(len(order) + 1, np.int32)
         place[order], place[-1] = np.arange(len(order)), -1
+        parents, paths = place[tree.parents[order]], paths[order]
+        kept = branches.paying_nodes(parents, paths - np.float32(costs.node), costs.branch)
+        if kept is not None:
+            order, paths = order[kept], paths[kept]
+            parents = branches.parents_among(parents, kept)
         return Candidates(
-            place[tree.parents[order]],
-            tree.tokens[order],
-            paths[order],
-            tree.evidence[order],
-            tree.said[order],
+            parents, tree.tokens[order], paths, tree.evidence[order], tree.said[order]
         )
 
     def make(self, step: StepContext, trees: Sequence[Candidates | None]) -> list[Draft]:
@@ -87,9 +109,9 @@ class TreeDrafts:
         grown = [tree for tree in trees if tree is not None and len(tree)]
         if not rows:
             return drafts
-        fixed = (step.fixed_cost or 0.0) if self._adaptive else 0.0
+        costs = self.costs(step)
         paths = [tree.paths for tree in grown]
-        counts = choose(paths, self.least(step), fixed, step.max_nodes)
+        counts = choose(paths, costs.node, costs.any, step.max_nodes)
         if any(counts):
             self._retries.pays()
         elif self._retries.due():

@@ -30,6 +30,7 @@ from vllm_spec_ext.proposers.base import (
 from vllm_spec_ext.proposers.draft_tree import is_branching
 from vllm_spec_ext.proposers.nar.options import NarOptions
 from vllm_spec_ext.proposers.nar.pass_payoff import PassPayoff
+from vllm_spec_ext.proposers.payoff import branches
 from vllm_spec_ext.proposers.payoff.node_payoff import NodePayoff
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Nar(BaseProposer):
         if self._options.tree:
             one = np.zeros((1, 1, 1), np.float32)
             self._tree(one, np.zeros((1, 1), np.int32), 1, -math.inf)
+            branches.warm_up()
 
     def propose(self, step: StepContext) -> list[Draft]:
         """One draft per request; empty where there is no room."""
@@ -122,6 +124,8 @@ class Nar(BaseProposer):
                 continue
             request = step.requests[row]
             draft = self._draft(request, found, limit)
+            if self._options.adaptive_length:
+                draft = branches.without_dear_branches(draft, step, self._payoff.acceptance)
             drafts[row] = draft
             if draft.path_probs is not None and len(draft):
                 self._payoff.drafted(request.request_id, draft.path_probs)

@@ -18,6 +18,7 @@ No clock here: times are given.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from vllm_spec_ext.engine.drafting.branch_cost import BranchCost
 from vllm_spec_ext.engine.drafting.loss_window import NUM_STEPS, LossWindow
 from vllm_spec_ext.engine.drafting.step_costs import CostEstimate, StepCosts
 
@@ -46,6 +47,7 @@ _FIRST_DRAFTING = 0.1  # drafting of a step in plain steps, before it was measur
 _PAUSE = 4.0  # times the usual drafting time; the rest is a pause
 _FIRST_PAUSE = 0.5  # plain steps; the same before anything is usual
 
+_KNOWN = 6  # steps with drafts after which nodes are told from branches
 _MOST_ASKED = 8  # times that a plain step is asked for in vain: all steps may have prefill
 _SELDOM, _OFTEN = 64, 10  # steps from one plain step to the next while the method drafts always
 
@@ -62,6 +64,8 @@ class Allowance:
     reason: str
     fixed_cost: float | None = None
     """Tokens that any draft at all costs, beside that probability for each; None = not known."""
+    branch_cost: float | None = None
+    """Tokens that each branch of a tree costs beside its nodes; None = not known."""
     is_shadow: bool = False
     """Drafts may be made, but not verified; :class:`.shadow_drafts.ShadowDrafts` follows them."""
     may_rest: bool = False
@@ -103,6 +107,7 @@ class DraftBudget:
             can_rest: The proposer may read the tokens of some steps later, see :meth:`rested`.
         """
         self.costs = StepCosts()
+        self.branches = BranchCost()
         self._window = LossWindow()
         self._num_steps = 0
         self._drafting: dict[tuple[str, int], float] = {}  # usual seconds by method, size class
@@ -147,7 +152,12 @@ class DraftBudget:
         return (idle + _RESTS * self._resting.get(self._size_class, 0.0)) / (_RESTS + 1)
 
     def verified(
-        self, num_requests: int, num_drafted: int, num_emitted: int, seconds: float | None
+        self,
+        num_requests: int,
+        num_drafted: int,
+        num_emitted: int,
+        seconds: float | None,
+        num_branches: int = 0,
     ) -> None:
         """Count what a step gave and what verification took.
 
@@ -156,12 +166,13 @@ class DraftBudget:
             num_drafted: Draft tokens of all requests that were verified.
             num_emitted: Tokens of the step, bonus tokens included.
             seconds: The step up to here; None if it had prefill tokens, too.
+            num_branches: Of the drafts that were verified.
         """
         if num_requests < 1:
             return
         self._count_tokens(num_requests, num_drafted, num_emitted)
         if seconds is not None:
-            self.costs.observe(num_requests, num_drafted, seconds)
+            self._observe_costs(num_requests, num_drafted, num_branches, seconds)
             self._since_plain = self._since_plain + 1 if num_drafted else 0
             if not num_drafted:
                 self._asked_plain = 0
@@ -172,11 +183,24 @@ class DraftBudget:
         self._num_steps += 1
         self._count_in(num_requests, found.plain_s)
         if num_drafted:
-            gain = num_emitted / num_requests - 1.0 - _careful(found, num_drafted)
+            cost = _careful(found, num_drafted) + self.branches.extra(num_branches)
+            gain = num_emitted / num_requests - 1.0 - cost
             self._window.add(gain)
             self._learn(gain, self._usual_drafting(num_requests, found.plain_s))
         elif self.balance < _RETURNED and self._gain > 0.0:
             self._window.add(min(_RETURN * self._gain, _RETURNED - self.balance))
+
+    def _observe_costs(
+        self, num_requests: int, num_drafted: int, num_branches: int, seconds: float
+    ) -> None:
+        """Tell what branches took from what nodes did."""
+        found = self.costs.estimate(num_requests)
+        if found is not None:
+            if found.num_measured >= _KNOWN:
+                unexplained = seconds / found.plain_s - 1.0 - found.extra(num_drafted)
+                self.branches.observe(num_branches, unexplained)
+            seconds -= self.branches.extra(num_branches) * found.plain_s
+        self.costs.observe(num_requests, num_drafted, seconds)
 
     def shadowed(self, num_requests: int, num_drafted: int, num_accepted: int) -> None:
         """Learn what drafts would have given that were not verified.
@@ -283,14 +307,15 @@ class DraftBudget:
         value = self._token_value(found, num_requests, drafting)
         break_even = min(1.0, found.per_token * value)
         fixed = max(0.0, found.extra(1) - found.per_token) * value
+        branch = self.branches.extra(1) * value
         missing = max(0.0, 1.0 - self.balance / (_AMPLE * self._limit))
         probability = break_even + (1.0 - break_even) * _SURE * missing
         interval = min(_SELDOM, max(_OFTEN, int(200 * self._gain)))
         if self._since_plain >= interval:
             self._since_plain = 0
-            return Allowance(0, probability, "a plain step, to compare with", fixed)
+            return Allowance(0, probability, "a plain step, to compare with", fixed, branch)
         if not total:
-            return Allowance(None, probability, "no request has room", fixed)
+            return Allowance(None, probability, "no request has room", fixed, branch)
         least = self._least(found, num_requests, total, drafting)
         price = _careful(found, least) + drafting
         state = f"balance {self.balance:.2f} plain steps"
@@ -299,7 +324,7 @@ class DraftBudget:
         if can_shadow and (self._num_gains < _FIRST_SHADOWS or price > stake):
             why = "a fresh engine" if self._num_gains < _FIRST_SHADOWS else "drafts lost time"
             # Nothing is at stake: only what is drafted tells the proposer how sure it may be.
-            return Allowance(None, break_even, f"{why}; {state}", fixed, is_shadow=True)
+            return Allowance(None, break_even, f"{why}; {state}", fixed, branch, is_shadow=True)
         if price > stake:
             why = f"drafts lost time; {state}, {least} tokens too many"
             # What they earned comes back by itself, if reading on does not cost more.
@@ -309,9 +334,9 @@ class DraftBudget:
         # Drafts that earn little and vary much would lose it all in one step, and then stand still.
         at_once = stake * min(1.0, _AT_ONCE + max(0.0, self._gain))
         if _careful(found, total) + drafting <= at_once:
-            return Allowance(None, probability, state, fixed)
+            return Allowance(None, probability, state, fixed, branch)
         affordable = max(least, self._affordable(found, total, at_once - drafting))
-        return Allowance(affordable, probability, f"no more for a {state}", fixed)
+        return Allowance(affordable, probability, f"no more for a {state}", fixed, branch)
 
     def _count_tokens(self, num_requests: int, num_drafted: int, num_emitted: int) -> None:
         self._emitted = 0.97 * self._emitted + num_emitted

@@ -134,6 +134,7 @@ class StepDrafts:
             plain_seconds,
             allowance.fixed_cost,
             allowance.max_tokens if runner.drafter.needs.shares_nodes else None,
+            allowance.branch_cost,
         )
         self._log_outcomes(step, rows, new_tokens, requests)
         self._record(step, rows, requests, hidden)
@@ -208,8 +209,18 @@ class StepDrafts:
                 sum(num_drafted for num_drafted, _ in verified),
                 sum(num_tokens for _, num_tokens in verified),
                 None if step.started is None else now - step.started,
+                self._num_branches(step),
             )
         return now
+
+    def _num_branches(self, step: Step) -> int:
+        """Paths that leave another one, of all drafts that the step verified."""
+        trees = (
+            self._runner.state_of(name).parents_of(draft)
+            for name, draft in zip(step.request_ids, step.drafts, strict=True)
+            if draft
+        )
+        return sum(len(segment_bounds(parents)) - 1 for parents in trees if parents is not None)
 
     def _follow_shadows(self, requests: Sequence[RequestStep]) -> list[StepOutcome]:
         """Outcomes of drafts that were not verified, as far as they are known now."""

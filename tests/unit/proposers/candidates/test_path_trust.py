@@ -11,7 +11,7 @@ from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import UNSALTED, RequestStep, StepContext, StepOutcome
 from vllm_spec_ext.proposers.candidates.lookup import Lookup
 from vllm_spec_ext.proposers.candidates.path_trust import PathTrust
-from vllm_spec_ext.proposers.candidates.tree_drafts import TreeDrafts
+from vllm_spec_ext.proposers.candidates.tree_drafts import DraftCosts, TreeDrafts
 from vllm_spec_ext.proposers.draft_tree import tree_problem
 from vllm_spec_ext.proposers.suffix_tree import SuffixTree
 
@@ -110,7 +110,7 @@ def test_a_tree_keeps_its_nodes_and_stands_in_the_order_of_what_they_turned_out_
     # First tokens turn out to be wrong, further ones to be right.
     trust = drafting.calibration.trust
     drafts(trust, random, lambda depth: 0.2 if depth == 0 else 0.97, count=200)
-    tree = drafting.grow(lookup, request, 0.0)
+    tree = drafting.grow(lookup, request, DraftCosts(0.0, 0.0, 0.0))
     assert tree_problem(tree.parents.tolist(), len(tree)) is None
     assert (np.diff(tree.paths) <= 0).all()
     said = dict(zip(paths_of(tree.tokens, tree.parents), tree.said.tolist(), strict=True))
