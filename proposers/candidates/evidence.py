@@ -3,7 +3,8 @@
 
 Sources are looked up node by node (the text's own past, earlier answers, recycled rows) or bring a
 small tree of their own (a copy of the input, a trained drafter). Class 0 is "this source has
-nothing to say here", :data:`OTHERS` is "it names other tokens". The arithmetic of classes is in
+nothing to say here", those from :data:`OTHERS` on are "it names other tokens", by how much speaks
+for these. The arithmetic of classes is in
 :mod:`.kernels`, compiled with the search.
 """
 
@@ -17,8 +18,9 @@ NUM_SOURCES = 5
 NAMES = ("own text", "earlier answers", "recycled", "copy")
 """Of the sources in that order; the last one is called what its method is called."""
 
-NUM_CLASSES = 64
-OTHERS = NUM_CLASSES - 1
+OTHERS = 64
+"""The first class of a token that is not one of those that a source names."""
+NUM_CLASSES = 80
 
 LENGTHS = (1, 2, 3, 4, 6, 9)
 """Tokens of a match: up to the first bound, up to the second, …, more."""
@@ -63,15 +65,17 @@ def given_classes(parents: Sequence[int], path_probs: NDArray[np.float32]) -> ND
 
 def describe(source: int, evidence: int) -> str:
     """A class in words."""
-    if evidence == OTHERS:
-        return "names others"
-    if source in (OWN, ANSWERS):
-        length, share = divmod(evidence - 1, NUM_SHARES)
-        bounds = (0, *LENGTHS)
-        agree = f"{bounds[length] + 1}+" if length == len(LENGTHS) else f"{LENGTHS[length]}"
-        shares = ("once", ">0.9", ">0.9, often", ">0.6", ">0.3", ">0.1", "<0.1")
-        return f"{agree} tokens agree, {shares[share]}"
-    deep, place = divmod(evidence - 1, NUM_PROBS)
-    least = (0.0, *PROBS)[place]
-    where = ("2 tokens", "1 token") if source == RECYCLED else ("first", "further")
-    return f"{where[deep]}, {least:g}+"
+    is_matched = source in (OWN, ANSWERS)
+    if evidence >= OTHERS:
+        where, what = evidence - OTHERS, "names others"
+    elif is_matched:
+        where, share = divmod(evidence - 1, NUM_SHARES)
+        what = ("once", ">0.9", ">0.9, often", ">0.6", ">0.3", ">0.1", "<0.1")[share]
+    else:
+        where, place = divmod(evidence - 1, NUM_PROBS)
+        what = f"{(0.0, *PROBS)[place]:g}+"
+    if is_matched:
+        agree = f"{LENGTHS[-1] + 1}+" if where == len(LENGTHS) else f"{LENGTHS[where]}"
+        return f"{agree} tokens agree, {what}"
+    given = ("2 tokens", "1 token") if source == RECYCLED else ("first", "further")
+    return f"{given[where]}, {what}"

@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.proposers.candidates.evidence import (
+    ANSWERS,
     COPY,
     LENGTHS,
     NUM_PROBS,
@@ -231,12 +232,14 @@ def _probabilities(classes, count, weights, odds):  # type: ignore[no-untyped-de
     """Write the probability of each candidate; together at most 1, as one token follows."""
     together = 0.0
     for source in range(NUM_SOURCES):
-        spoke = False
+        against = 0
         for i in range(count):
-            spoke = spoke or classes[i, source] > 0
+            if classes[i, source] > 0 and against == 0:
+                per = NUM_SHARES if source <= ANSWERS else NUM_PROBS
+                against = OTHERS + (classes[i, source] - 1) // per
         for i in range(count):  # a source that names other tokens speaks against this one
-            if spoke and classes[i, source] == 0:
-                classes[i, source] = OTHERS
+            if classes[i, source] == 0:
+                classes[i, source] = against
     for i in range(count):
         log_odds = 0.0
         for source in range(NUM_SOURCES):

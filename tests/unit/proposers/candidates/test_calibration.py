@@ -69,8 +69,11 @@ def test_what_the_scheduler_cut_off_teaches_nothing_and_a_request_that_is_gone_n
 
 def test_every_class_has_a_place_and_words() -> None:
     highest = evidence.matched_class(len(evidence.LENGTHS), evidence.NUM_SHARES - 1)
-    assert highest < evidence.NUM_CLASSES
-    assert evidence.given_class(1.0, True) < evidence.NUM_CLASSES
+    assert highest < evidence.OTHERS
+    assert evidence.given_class(1.0, True) < evidence.OTHERS
+    assert evidence.OTHERS + len(evidence.LENGTHS) < evidence.NUM_CLASSES
     assert evidence.describe(OWN, evidence.matched_class(3, 2)) == "4 tokens agree, >0.9, often"
     assert evidence.describe(RECYCLED, evidence.given_class(0.6, True)) == "1 token, 0.5+"
     assert evidence.describe(evidence.COPY, evidence.given_class(0.004, False)) == "first, 0+"
+    assert evidence.describe(OWN, OTHERS + 2) == "3 tokens agree, names others"
+    assert evidence.describe(RECYCLED, OTHERS + 1) == "1 token, names others"

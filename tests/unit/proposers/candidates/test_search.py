@@ -72,8 +72,10 @@ class Definition:
 
     def children(self, path: list[int]) -> dict[int, float]:
         classes: dict[int, list[int]] = {}
+        agreeing: dict[int, int] = {}
         for source, index in ((OWN, self.text), (ANSWERS, self.answers)):
             length, places = self.places(path, index, source == OWN)
+            agreeing[source] = self.place(length)
             virtual = index + (path if source == OWN else [])
             said = [virtual[at] for at in places if at < len(virtual) and virtual[at] < VOCAB]
             for token, count in Counter(said).items():
@@ -82,7 +84,7 @@ class Definition:
         for source in (OWN, ANSWERS):
             if any(row[source] for row in classes.values()):
                 for row in classes.values():
-                    row[source] = row[source] or evidence.OTHERS
+                    row[source] = row[source] or evidence.OTHERS + agreeing[source]
         odds = {
             token: 1 / (1 + np.exp(-sum(WEIGHTS[s, c] for s, c in enumerate(row))))
             for token, row in classes.items()
@@ -91,8 +93,11 @@ class Definition:
         return {token: probability / together for token, probability in odds.items()}
 
     @staticmethod
-    def matched(length: int, count: int, total: int) -> int:
-        place = next((i for i, most in enumerate(evidence.LENGTHS) if length <= most), 6)
+    def place(length: int) -> int:
+        return next((i for i, most in enumerate(evidence.LENGTHS) if length <= most), 6)
+
+    def matched(self, length: int, count: int, total: int) -> int:
+        place = self.place(length)
         share = count / total
         if total == 1:
             return evidence.matched_class(place, 0)
