@@ -126,6 +126,9 @@ class StepContext:
     max_nodes: int | None = None
     """With ``Needs.shares_nodes``: most draft tokens of all requests together; None = as their
     rooms say."""
+    fixed_length: bool = False
+    """As many tokens of every request are verified, whatever is drafted (asynchronous scheduling):
+    a shorter draft saves nothing."""
 
 
 @dataclass(frozen=True)
