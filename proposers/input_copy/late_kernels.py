@@ -44,23 +44,23 @@ NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _column(row, column):
+def _column(row, column):  # type: ignore[no-untyped-def]
     return tl.load(row + column).to(tl.int32)
 
 
 @triton.jit
-def _text(row, column):
+def _text(row, column):  # type: ignore[no-untyped-def]
     return tl.load(row + column).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _folded(tokens, folded, unsayable):
+def _folded(tokens, folded, unsayable):  # type: ignore[no-untyped-def]
     """Tokens as they are compared; ids that the model does not have are all one."""
     return tl.load(folded + tl.minimum(tl.maximum(tokens, 0), unsayable))
 
 
 @triton.jit
-def _follow(row, num_said, folded, unsayable, NEW: tl.constexpr):
+def _follow(row, num_said, folded, unsayable, NEW: tl.constexpr):  # type: ignore[no-untyped-def]
     """The state behind the tokens that it does not know: cursor, agreeing, lost at, tokens since.
 
     A request with more such tokens than a step can give has none that may be used.
@@ -91,7 +91,7 @@ def _follow(row, num_said, folded, unsayable, NEW: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def search_texts(
+def search_texts(  # type: ignore[no-untyped-def]
     rows_ptr,  # [num_requests, NUM_COLUMNS] int64
     places_ptr,  # [num_requests] int64
     lengths_ptr,  # [max_num_seqs] int32
@@ -145,7 +145,7 @@ def search_texts(
 
 
 @triton.jit
-def _best(found, num_blocks, CHUNK: tl.constexpr):
+def _best(found, num_blocks, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of all blocks of a text: length, number of places, latest place, first behind the hint."""
     block = tl.arange(0, CHUNK)
     lengths = tl.zeros([CHUNK], tl.int32)
@@ -169,7 +169,7 @@ def _best(found, num_blocks, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _choose(
+def _choose(  # type: ignore[no-untyped-def]
     row,
     found,
     num_said,
@@ -226,7 +226,7 @@ def _choose(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def gather_drafts(
+def gather_drafts(  # type: ignore[no-untyped-def]
     rows_ptr,  # [num_requests, NUM_COLUMNS] int64
     places_ptr,  # [num_requests] int64
     lengths_ptr,  # [max_num_seqs] int32

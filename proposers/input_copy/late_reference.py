@@ -144,7 +144,7 @@ def _chosen(match: _Found, lost_at: int, options: InputCopyOptions) -> int:
 
 def _longest(suffix: list[int], text: list[int], end: int, most: int) -> _Found:
     """Places in ``text[:end]`` behind the longest end of ``suffix`` that occurs there."""
-    length, behind = 0, []
+    length, behind = 0, list[int]()
     for place in range(end):
         agreeing = 0
         while (

@@ -64,18 +64,17 @@ def test_the_start_up_line_says_so(make_engine: Any, caplog: pytest.LogCaptureFi
         "input_copy": "looked up on the device in tables one step old",
         "oracle": "made behind each step's tokens (its drafts are trees)",
     }
-    logger = logging.getLogger("vllm.spec_ext")
-    logger.addHandler(caplog.handler)
     for method, reason in reasons.items():
         config = COPY if method == "input_copy" else METHODS[method]
         runner = runner_of(make_engine(speculative_config=config, async_scheduling=True))
         assert (runner.late_steps is None) == (method == "oracle")
-        caplog.clear()
+        logger = logging.getLogger("vllm.spec_ext")
+        logger.addHandler(caplog.handler)
         with caplog.at_level(logging.INFO, logger="vllm.spec_ext"):
             runner.drafter.load_model(runner.get_model())
+        logger.removeHandler(caplog.handler)
         [line] = {message for message in caplog.messages if f"method {method}," in message}
         assert f"asynchronous scheduling, drafts {reason}" in line
-    logger.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +215,14 @@ def test_the_host_says_what_the_device_drafted(
     monkeypatch.setattr(runner.late_steps, "draft", look)
     monkeypatch.setattr(runner.step_drafts, "make", compare)
     outcomes: list[Any] = []
-    observe = runner.drafter._proposer.observe
-    monkeypatch.setattr(
-        runner.drafter._proposer, "observe", lambda new: (outcomes.extend(new), observe(new))
-    )
+    proposer = runner.drafter._proposer
+    observe = proposer.observe
+
+    def remember(new: Any) -> None:
+        outcomes.extend(new)
+        observe(new)
+
+    monkeypatch.setattr(proposer, "observe", remember)
     run(engine, REPEATED)
     assert len(compared) > 50
     assert all(ours == theirs for ours, theirs in compared)
@@ -227,7 +230,7 @@ def test_the_host_says_what_the_device_drafted(
     assert all(outcome.num_accepted <= outcome.num_drafted for outcome in outcomes)
     assert len(runner.spec_states) <= 1
     assert len(runner.spec_requests) <= 1
-    assert len(runner.drafter._proposer._copies) <= 1
+    assert len(proposer._copies) <= 1
 
 
 def test_preemption(plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,11 +78,15 @@ class SpecRunnerV2Mixin:
     block_tables: "BlockTables"
     attn_groups: "list[list[AttentionGroup]]"
 
+    draft_tokens_handler: Any  # vLLM's or ours
+    is_async: bool
+    spec_step: Step
+
     def init_spec_ext(self) -> None:
         """State of our own; called once, right after the runner was specialised."""
         self.drafter = Drafter(self.vllm_config)
         self.speculator = HostSpeculator(self.req_states.draft_tokens)
-        self._vllm_draft_tokens: Any = self.draft_tokens_handler
+        self._vllm_draft_tokens = self.draft_tokens_handler
         self.draft_tokens_handler = self._host_draft_tokens = HostDraftTokens()
         self.is_warming_up = False
         self.is_async = bool(self.vllm_config.scheduler_config.async_scheduling)
