@@ -204,6 +204,7 @@ FUNCTIONS_V2: tuple[Hook, ...] = (
         "BaseSpeculator.propose",
         "asked by the runner; our drafts come later, or are looked up on the device",
         names=("input_batch", "dummy_run"),
-        used_by="engine/v2/speculator.py, engine/v2/late_tables/speculator.py: in its place",
+        used_by="engine/v2/late_tables/speculator.py: LateSpeculator stands in its place, or "
+        "HostSpeculator",
     ),
 )

@@ -78,7 +78,7 @@ CLASSES_V2: tuple[Reads, ...] = (
         "vllm.v1.outputs",
         "AsyncModelRunnerOutput",
         "base class of the answer that vLLM and we read, whoever comes first",
-        {"get_output": "Callable[[], ModelRunnerOutput]"},
+        {},
     ),
     _V2("vllm.v1.outputs", "DraftTokenIds", "how drafts are handed to the scheduler", {}),
     _V2(
