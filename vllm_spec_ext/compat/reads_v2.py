@@ -74,12 +74,6 @@ CLASSES_V2: tuple[Reads, ...] = (
         "what the runner returns while tokens are on their way to the host",
         {"get_output": "Callable[[], ModelRunnerOutput]"},
     ),
-    _V2(
-        "vllm.v1.outputs",
-        "AsyncModelRunnerOutput",
-        "base class of the answer that vLLM and we read, whoever comes first",
-        {},
-    ),
     _V2("vllm.v1.outputs", "DraftTokenIds", "how drafts are handed to the scheduler", {}),
     _V2(
         "vllm.v1.worker.gpu.input_batch",

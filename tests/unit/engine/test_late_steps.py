@@ -2,6 +2,7 @@
 """Steps that are read one step late, without an engine: who left meanwhile, and who waits."""
 
 import threading
+from abc import ABC
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,12 @@ from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.v2.known_requests import KnownRequests
 from vllm_spec_ext.engine.v2.late_tables.design import scheduling, why_waiting
 from vllm_spec_ext.engine.v2.late_tables.late_steps import LateSteps
-from vllm_spec_ext.engine.v2.late_tables.told_output import ToldOutput
+from vllm_spec_ext.engine.v2.late_tables.told_output import tell_both
 from vllm_spec_ext.engine.watching.counts import WorkerCounts
 from vllm_spec_ext.engine.watching.stat_channel import KEY
 
 
-class Output:
+class Output(ABC):  # noqa: B024
     """vLLM's, which may be read once."""
 
     def __init__(self, tokens: list[list[int]]) -> None:
@@ -103,7 +104,7 @@ def test_what_vllm_has_read_is_read_at_once() -> None:
 def test_vllms_output_is_read_once_and_carries_what_was_counted_before() -> None:
     output, counts = Output([[5]]), WorkerCounts()
     counts.add(steps=2)
-    told = ToldOutput(output, counts.take())  # type: ignore[arg-type]
+    told = tell_both(output, counts.take())  # type: ignore[arg-type]
     counts.add(steps=1)
     answers: list[ModelRunnerOutput] = []
     threads = [threading.Thread(target=lambda: answers.append(told.get_output())) for _ in range(4)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_spec_ext.engine.step import Step
-from vllm_spec_ext.engine.v2.late_tables.told_output import ToldOutput
+from vllm_spec_ext.engine.v2.late_tables.told_output import ToldOutputMixin, tell_both
 from vllm_spec_ext.proposers.base import DeviceTexts
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class _QueuedStep:
     step: Step
     numbers: list[int | None]  # of each request, so that none is taken for a later one of its name
-    output: ToldOutput
+    output: ToldOutputMixin
 
 
 class LateSteps:
@@ -62,10 +62,10 @@ class LateSteps:
             return states.last_sampled_tokens[batch.idx_mapping].expand(-1, self._num_drafted)
         return drafts
 
-    def queue(self, output: "AsyncOutput", batch: "InputBatch") -> ToldOutput:
-        """A step is queued; returns what vLLM gets instead of ``output``."""
+    def queue(self, output: "AsyncOutput", batch: "InputBatch") -> ToldOutputMixin:
+        """A step is queued; returns its answer, which vLLM and we may read."""
         runner = self._runner
-        told = ToldOutput(output, runner.drafter.counts.take())
+        told = tell_both(output, runner.drafter.counts.take())
         numbers = [runner.spec_requests.number(name) for name in batch.req_ids]
         self._queued = _QueuedStep(runner.spec_step, numbers, told)
         return told
