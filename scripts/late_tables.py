@@ -101,7 +101,8 @@ def figures(
     for design in DESIGNS:
         proposer, engine = start("input_copy", point, recordings, tokenizer, name, 1)
         assert isinstance(proposer, InputCopy)
-        found[design] = replay(Design(proposer, design), recordings, engine).tokens_per_step
+        asked: Any = Design(proposer, design)
+        found[design] = replay(asked, recordings, engine).tokens_per_step
     return found
 
 

@@ -20,7 +20,7 @@ from late_sessions import (
     start,
     step_of,
 )
-from triton_cpu_stub import plugin
+from triton_cpu_stub import plugin  # type: ignore[import-not-found]
 
 from vllm_spec_ext.proposers.base import DeviceTexts, RequestStep
 from vllm_spec_ext.proposers.input_copy import InputCopy, late_copy

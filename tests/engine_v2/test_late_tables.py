@@ -271,7 +271,7 @@ def test_sources_of_requests(plain: Any, engine: Any, num_rows: list[int]) -> No
     """A span of the prompt, tokens beside it, and a request that wants no drafts."""
     base = Scenario([{"max_tokens": 30, "ignore_eos": True}], PROMPTS[:4])
     answers = tokens(run(plain, base))
-    given = [
+    given: list[dict[str, Any]] = [
         {"source_token_ids": answers[0][0]},
         {"source_span": [1, 4]},
         {"enabled": False},

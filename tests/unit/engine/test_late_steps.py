@@ -75,7 +75,7 @@ def late_steps(runner: Any) -> LateSteps:
 def test_a_step_is_told_once_with_the_tokens_of_those_that_stayed() -> None:
     runner = Runner(["a", "b", "c"])
     late, output = late_steps(runner), Output([[5, 6], [7], [8]])
-    told = late.queue(output, batch("a", "b", "c"))  # type: ignore[arg-type]
+    told = late.queue(output, batch("a", "b", "c"))
     assert not told.is_told
     late.read_if_told()
     assert runner.made == []
@@ -95,7 +95,7 @@ def test_a_step_is_told_once_with_the_tokens_of_those_that_stayed() -> None:
 def test_what_vllm_has_read_is_read_at_once() -> None:
     runner = Runner(["a"])
     late = late_steps(runner)
-    told = late.queue(Output([[5]]), batch("a"))  # type: ignore[arg-type]
+    told = late.queue(Output([[5]]), batch("a"))
     told.get_output()
     late.read_if_told()
     assert runner.tokens("a") == [1, 2, 5]
@@ -104,7 +104,7 @@ def test_what_vllm_has_read_is_read_at_once() -> None:
 def test_vllms_output_is_read_once_and_carries_what_was_counted_before() -> None:
     output, counts = Output([[5]]), WorkerCounts()
     counts.add(steps=2)
-    told = tell_both(output, counts.take())  # type: ignore[arg-type]
+    told = tell_both(output, counts.take())
     counts.add(steps=1)
     answers: list[ModelRunnerOutput] = []
     threads = [threading.Thread(target=lambda: answers.append(told.get_output())) for _ in range(4)]

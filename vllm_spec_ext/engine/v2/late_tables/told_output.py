@@ -52,7 +52,7 @@ def _told(base: type[Any]) -> type[Any]:
 
 def tell_both(output: "AsyncOutput | ToldOutputMixin", news: News) -> ToldOutputMixin:
     """Let vLLM and us read an answer; the same object, with our override."""
-    output.__class__ = _told(type(output))
+    output.__class__ = _told(cast(Any, type(output)))
     told = cast(ToldOutputMixin, output)
     told.init_told(news)
     return told
