@@ -129,6 +129,9 @@ class StepContext:
     branch_cost: float | None = None
     """Tokens that each branch of a tree costs beside its nodes (the first path is none), as
     measured; None while that is not known."""
+    fixed_length: bool = False
+    """As many tokens of every request are verified, whatever is drafted (asynchronous scheduling):
+    a shorter draft saves nothing."""
 
 
 @dataclass(frozen=True)

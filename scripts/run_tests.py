@@ -44,6 +44,7 @@ NEXT_TESTS = [
         "trees_v2.py::test_trees_really_move_blocks",
         "verifying_v2.py::test_eta_cuts_what_is_improbable",
         "async.py::test_sampling_grammars_and_penalties[oracle_tree]",
+        "late_tables.py::test_sampling_grammars_and_penalties_together",
     )
 ]
 PARTS = {  # those that take longest first

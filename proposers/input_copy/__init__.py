@@ -9,7 +9,7 @@ it off (``options.py``). Lossless; needs no training and no model.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from vllm_spec_ext.proposers.base import (
     Draft,
     EngineHandle,
     IntArray,
+    LateDrafter,
     RequestFacts,
     RequestStep,
     StepContext,
@@ -28,6 +29,7 @@ from vllm_spec_ext.proposers.base import (
     proposer,
 )
 from vllm_spec_ext.proposers.input_copy.chat_markers import ChatMarkers, find_chat_markers
+from vllm_spec_ext.proposers.input_copy.copy_state import LOST, CopyState
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions, InputCopyRequest
 from vllm_spec_ext.proposers.input_copy.source_span import span_between
 from vllm_spec_ext.proposers.input_copy.word_forms import fold_vocabulary
@@ -40,7 +42,8 @@ from vllm_spec_ext.proposers.text_index.occurrence_index import (
     warm_up,
 )
 
-_LOST = -1
+if TYPE_CHECKING:
+    from vllm_spec_ext.proposers.input_copy.late_copy import LateCopy
 
 # Bounds of a source that is not in the prompt. A request copies less than max_model_len tokens in
 # all, so most of a longer source can never be drafted, while reading it takes time: 1.5 s for two
@@ -73,38 +76,6 @@ _PRIORS = [
 ]
 
 
-@dataclass
-class _Copy:
-    """State of one request. The indices hold folded tokens, `source` the tokens as they are."""
-
-    source: IntArray  # [n] int32
-    source_index: OccurrenceIndex
-    output_index: OccurrenceIndex
-    remember: bool  # the answer, for later requests of the group
-    share_group: str | None
-    output: list[int] = field(default_factory=list)  # tokens as they are
-    cursor: int = 0  # next source token to draft; _LOST while the output is not in the source
-    num_agreeing: int = 0  # output tokens that led to the cursor
-    lost_at: int = _LOST  # where the cursor stood when copying stopped
-    num_lost: int = 0  # tokens since then
-    guessing: bool = False  # the cursor is a guess that no accepted token has confirmed yet
-    kind: int = 0  # of the last draft, for its outcome
-
-    def follow(self, tokens: IntArray) -> None:
-        """Move the cursor over new, folded output tokens as long as they are the source's."""
-        source = self.source_index.tokens
-        for token in tokens.tolist():
-            if 0 <= self.cursor < len(source) and source[self.cursor] == token:
-                self.cursor += 1
-                self.num_agreeing += 1
-                self.guessing = False
-                continue
-            if self.cursor != _LOST and not self.guessing:
-                self.lost_at, self.num_lost = self.cursor, 0
-            self.cursor, self.guessing, self.num_agreeing = _LOST, False, 0
-            self.num_lost += 1
-
-
 @proposer(
     "input_copy",
     summary="Copies from the request's input, or from its own output, as the draft.",
@@ -121,8 +92,9 @@ class InputCopy(BaseProposer):
 
     def start(self, engine: EngineHandle) -> None:
         """Read markers and word forms off the tokenizer and compile the search."""
-        self._copies: dict[str, _Copy] = {}
+        self._copies: dict[str, CopyState] = {}
         self._rates = AcceptanceRates(_PRIORS)
+        self._late: LateCopy | None = None
         tokenizer = engine.load_tokenizer()
         self._markers: ChatMarkers | None = None
         if self.options.source != "prompt":
@@ -139,7 +111,7 @@ class InputCopy(BaseProposer):
 
     def propose(self, step: StepContext) -> list[Draft]:
         """One chain a request; empty where the output is not being copied."""
-        return [self._propose_one(request, step.min_probability) for request in step.requests]
+        return [self._propose_one(request, step) for request in step.requests]
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn which kinds of drafts are accepted."""
@@ -155,6 +127,33 @@ class InputCopy(BaseProposer):
             if copy is not None and copy.remember:
                 answer = np.asarray(copy.output, np.int32)
                 self._answers.add(copy.share_group, answer, copy.output_index.tokens)
+        if self._late is not None:
+            self._late.forget(request_ids)
+
+    def late_drafter(self, engine: EngineHandle) -> LateDrafter:
+        """All of it: sources, the request's own output and earlier answers, letters folded."""
+        from vllm_spec_ext.proposers.input_copy.late_copy import LateCopy
+
+        self._late = LateCopy(self, self.options, self._folded, engine)
+        return self._late
+
+    def known_copy(self, request: RequestStep) -> CopyState:
+        """The state of a request, up to the tokens that are given."""
+        copy = self._copies.get(request.request_id)
+        if copy is None:
+            copy = self._copies[request.request_id] = self._start_copy(request)
+            # A request that was preempted comes back with its output; that is known already.
+            copy.remember &= request.num_output_tokens == len(request.new_tokens)
+        new = request.token_ids[request.num_prompt_tokens + len(copy.output) :]
+        copy.output += new.tolist()
+        folded = self._folded[new]
+        copy.output_index.append(folded)
+        copy.follow(folded)
+        return copy
+
+    def earlier_answers(self, share_group: str | None) -> AnswerMemory | None:
+        """What a request of this group may copy from beside its own text."""
+        return self._answers.of(share_group)
 
     def continue_from(self, request_id: str, provisional: Sequence[int], most: int) -> IntArray:
         """See :class:`vllm_spec_ext.proposers.base.Continues`; neither cursor nor index moves."""
@@ -164,7 +163,7 @@ class InputCopy(BaseProposer):
             return nothing
         added = self._folded[np.asarray(provisional, np.int32)]
         source = copy.source_index.tokens
-        if copy.cursor != _LOST:
+        if copy.cursor != LOST:
             followed = source[copy.cursor : copy.cursor + len(added)]
             differs = np.flatnonzero(followed != added[: len(followed)])
             end = copy.cursor + len(added)
@@ -172,7 +171,7 @@ class InputCopy(BaseProposer):
                 return self._sayable(copy.source[end : end + most])
         max_ngram = self.options.max_ngram
         suffix = np.concatenate([copy.output_index.tokens[-max_ngram:], added])[-max_ngram:]
-        lost_at = copy.lost_at if copy.cursor == _LOST else copy.cursor
+        lost_at = copy.lost_at if copy.cursor == LOST else copy.cursor
         match = copy.source_index.longest(suffix, max_ngram, hint=max(lost_at, 0), need_all=True)
         own = copy.output_index.longest(suffix, max_ngram, own=not len(added))
         least = max(self.options.min_ngram, self.options.output_min_ngram, match.length + 1)
@@ -182,7 +181,7 @@ class InputCopy(BaseProposer):
             position = self._choose(match, lost_at)
             if position != NO_POSITION:
                 return self._sayable(copy.source[position : position + most])
-        if copy.cursor != _LOST and differs.tolist() == [len(added) - 1]:
+        if copy.cursor != LOST and differs.tolist() == [len(added) - 1]:
             # One token of the source was replaced, as in `_find_again`.
             return self._sayable(copy.source[end : end + min(most, self.options.realign)])
         return nothing
@@ -192,78 +191,75 @@ class InputCopy(BaseProposer):
         unsayable = np.flatnonzero(tokens >= len(self._folded) - 1)
         return tokens[: unsayable[0]] if len(unsayable) else tokens
 
-    def _propose_one(self, request: RequestStep, min_probability: float | None) -> Draft:
+    def _propose_one(self, request: RequestStep, step: StepContext) -> Draft:
         if not request.options.enabled:
             return EMPTY_DRAFT
-        copy = self._copies.get(request.request_id)
-        if copy is None:
-            copy = self._copies[request.request_id] = self._start_copy(request)
-            # A request that was preempted comes back with its output; that is known already.
-            copy.remember &= request.num_output_tokens == len(request.new_tokens)
-        output = request.token_ids[request.num_prompt_tokens :]
-        new = output[len(copy.output) :]
-        copy.output += new.tolist()
-        folded = self._folded[new]
-        copy.output_index.append(folded)
-        copy.follow(folded)
+        copy = self.known_copy(request)
         if request.room <= 0:
             return EMPTY_DRAFT
-        own = self._find_again(copy) if copy.cursor == _LOST else None
+        output = request.token_ids[request.num_prompt_tokens :]
+        own = self._find_again(copy) if copy.cursor == LOST else None
         num_agreeing = copy.num_agreeing if own is None else own.length
         answers = self._answers.of(copy.share_group)
         earlier = self._earlier_match(answers, copy, num_agreeing)
         if answers is not None and earlier is not None:
             kind = _EARLIER + min(earlier.length, 4) - 1
-            room = self._limit(kind, earlier.length, request.room, min_probability)
+            room = self._limit(kind, earlier.length, request.room, step)
             if room:
                 copy.kind = kind
                 return self._drafted(kind, answers.following(earlier, room))
         if own is not None:
             copy.kind = _OWN + min(own.length, 3) - 1
-            room = self._limit(copy.kind, own.length, request.room, min_probability)
+            room = self._limit(copy.kind, own.length, request.room, step)
             # A repetition shorter than the room repeats itself, as a loop would.
             period = len(output) - own.latest
             return self._drafted(copy.kind, output[own.latest + np.arange(room) % period])
-        if copy.cursor == _LOST:
+        if copy.cursor == LOST:
             return EMPTY_DRAFT
         copy.kind, room = bisect_left(_SOURCE_BOUNDS, copy.num_agreeing), request.room
         if copy.guessing:
-            copy.kind, room = _GUESS, min(room, self.options.realign)
-        room = self._limit(copy.kind, copy.num_agreeing, room, min_probability)
+            copy.kind = _GUESS
+            room = room if step.fixed_length else min(room, self.options.realign)
+        room = self._limit(copy.kind, copy.num_agreeing, room, step)
         copied = self._sayable(copy.source[copy.cursor : copy.cursor + room])
         return self._drafted(copy.kind, copied)
 
     def _drafted(self, kind: int, tokens: IntArray) -> Draft:
         return Draft(tokens, path_probs=self._rates.path_probs(kind, len(tokens)))
 
-    def _limit(self, kind: int, num_agreeing: int, room: int, min_probability: float | None) -> int:
+    def _limit(self, kind: int, num_agreeing: int, room: int, step: StepContext) -> int:
         """How much to draft after this many agreeing tokens."""
-        options = self.options
+        options, min_probability = self.options, step.min_probability
+        if step.fixed_length:
+            return room
         if options.growth:
             room = min(room, max(options.first_draft, options.growth * num_agreeing))
         if options.adaptive_length and min_probability is not None:
             room = self._rates.longest_draft(kind, min_probability, room)
         return room
 
-    def _start_copy(self, request: RequestStep) -> _Copy:
+    def _start_copy(self, request: RequestStep) -> CopyState:
         """Index the source; the output's index starts empty and grows with the output."""
         prompt = request.token_ids[: request.num_prompt_tokens]
         options = request.options
         assert isinstance(options, InputCopyRequest)
-        source = prompt
+        source: IntArray = prompt
+        start: int | None = 0
         span = options.source_span
         if options.source_token_ids is not None:
-            source = np.asarray(options.source_token_ids, np.int32)
+            source, start = np.asarray(options.source_token_ids, np.int32), None
         elif span is None and self._markers is not None:
             span = self._markers.last_user_span(prompt)
         if span is not None:
-            source = prompt[span[0] : span[1]]
+            source, start = prompt[span[0] : span[1]], span[0]
         index = OccurrenceIndex(len(source))
         index.append(self._folded[np.minimum(source, len(self._folded) - 1)])
         remember = options.remember and self.options.earlier_answers > 0
-        return _Copy(source.copy(), index, OccurrenceIndex(), remember, request.share_group)
+        return CopyState(
+            source.copy(), index, OccurrenceIndex(), remember, request.share_group, start
+        )
 
-    def _find_again(self, copy: _Copy) -> Match | None:
+    def _find_again(self, copy: CopyState) -> Match | None:
         """Set the cursor where the end of the output occurs in the source.
 
         Returns:
@@ -299,9 +295,9 @@ class InputCopy(BaseProposer):
         if options.match == "best":
             return match.following if match.following != NO_POSITION else match.latest
         is_near = match.following != NO_POSITION and match.following - lost_at <= options.near
-        return match.following if lost_at != _LOST and is_near else NO_POSITION
+        return match.following if lost_at != LOST and is_near else NO_POSITION
 
-    def _own_match(self, copy: _Copy, suffix: IntArray) -> Match | None:
+    def _own_match(self, copy: CopyState, suffix: IntArray) -> Match | None:
         options = self.options
         if not options.also_output:
             return None
@@ -310,7 +306,7 @@ class InputCopy(BaseProposer):
         return own if own.length >= least else None
 
     def _earlier_match(
-        self, answers: AnswerMemory | None, copy: _Copy, num_agreeing: int
+        self, answers: AnswerMemory | None, copy: CopyState, num_agreeing: int
     ) -> Match | None:
         """An earlier answer that agrees in more tokens than the other sources do."""
         if answers is None or num_agreeing >= self.options.max_ngram:

@@ -33,6 +33,8 @@ class AnswerMemory:
         self._answers: list[tuple[IntArray, IntArray]] = []  # as they are and folded, oldest first
         self._index = OccurrenceIndex(min(limit + 1, _FIRST_ROOM))
         self._tokens = np.empty(limit + 1, np.int32)  # of the index, not folded
+        self.num_added = 0
+        """Answers that came so far; what is kept changed if this did."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -52,11 +54,17 @@ class AnswerMemory:
             self._keep_newest(half)
         self._answers.append(entry)
         self._append(*entry)
+        self.num_added += 1
 
     @property
     def index(self) -> OccurrenceIndex:
         """Of all answers, each behind its separator; as they are compared."""
         return self._index
+
+    @property
+    def tokens(self) -> IntArray:
+        """[len(self)] int32 all answers as they are, each behind its separator; a view."""
+        return self._tokens[: len(self)]
 
     def longest(self, folded: IntArray, max_ngram: int) -> Match:
         """Where the end of a request's output stood in an earlier answer.

@@ -50,6 +50,12 @@ CHECKS = (
         "v2",
     ),
     Check(
+        "late_tables",
+        "late:late_tables",
+        "drafts looked up on the device, from what the host knew one step before: as many accepted",
+        "v2",
+    ),
+    Check(
         "triton_attention",
         "builders:triton_attention",
         "Triton attention verifies trees of more virtual requests than the engine has",

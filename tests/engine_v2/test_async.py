@@ -59,6 +59,20 @@ def test_same_tokens_in_as_few_steps(
     assert len(ahead) <= len(behind) + 8
 
 
+def test_no_clock_holds_drafts_back(
+    answers: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many tokens are verified of every request, so there is nothing to save."""
+    counts = []
+    for adaptive in (False, True):
+        config = {**METHODS["oracle"], "adaptive_length": adaptive}
+        engine = make_engine(speculative_config=config, async_scheduling=True)
+        steps = steps_of(engine, monkeypatch)
+        assert tokens(run(engine, SCENARIO, truths(answers))) == tokens(answers)
+        counts.append(len(steps))
+    assert counts[1] <= counts[0] + 2
+
+
 # Each beside plain requests, one of each kind, so that few steps show all.
 MIXED = Scenario(
     [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpu_check import builders, graphs, identity
+from gpu_check import builders, graphs, identity, late
 from gpu_check.site import CheckFailed, Site
 
 
@@ -19,6 +19,13 @@ def test_asynchronous_steps(site: Site) -> None:
     found = identity.identity_async(site)
     assert found["compared"] > 400
     assert found["steps"]["oracle"]["sync"] > 10
+
+
+def test_late_tables(site: Site) -> None:
+    found = late.late_tables(site)
+    assert found["compared"] > 400
+    assert found["request_steps"]["sync"] > 40
+    assert found["look_up_us"] > 0
 
 
 def test_trees_wider_than_the_engine(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

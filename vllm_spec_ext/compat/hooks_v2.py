@@ -202,8 +202,9 @@ FUNCTIONS_V2: tuple[Hook, ...] = (
     _V2(
         "vllm.v1.worker.gpu.spec_decode.speculator",
         "BaseSpeculator.propose",
-        "asked by the runner; our drafts come later",
-        names=("input_batch",),
-        used_by="engine/v2/speculator.py: HostSpeculator stands in its place",
+        "asked by the runner; our drafts come later, or are looked up on the device",
+        names=("input_batch", "dummy_run"),
+        used_by="engine/v2/late_tables/speculator.py: LateSpeculator stands in its place, or "
+        "HostSpeculator",
     ),
 )

@@ -93,10 +93,19 @@ CLASSES_V2: tuple[Reads, ...] = (
         "RequestState",
         "drafts are written where the next step reads them",
         {
+            "all_token_ids": "StagedWriteTensor",
             "draft_tokens": "torch.Tensor",
+            "last_sampled_tokens": "torch.Tensor",
             "max_num_reqs": "int",
             "num_computed_tokens_np": "numpy.ndarray",
+            "total_len": "StagedWriteTensor",
         },
+    ),
+    _V2(
+        "vllm.v1.worker.gpu.buffer_utils",
+        "StagedWriteTensor",
+        "texts of all requests on the device, where drafts are looked up late",
+        {"gpu": "torch.Tensor"},
     ),
     _V2(
         "vllm.v1.worker.gpu.block_table",

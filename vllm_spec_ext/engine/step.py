@@ -69,7 +69,8 @@ class Step:
             # Placeholders (-1) are the scheduler's padding of a resumed request, not a draft.
             num_drafted = sum(token >= 0 for token in draft)
             if num_drafted and tokens:
-                nodes = self.accepted_nodes(row, len(tokens) - 1)
+                # What fills a draft up may be right, too, and is none of it.
+                nodes = self.accepted_nodes(row, min(len(tokens) - 1, num_drafted))
                 found.append(StepOutcome(self.request_ids[row], num_drafted, len(nodes), nodes))
         return found
 

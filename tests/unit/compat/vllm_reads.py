@@ -52,6 +52,9 @@ STANDS_FOR = {
     "vllm_spec_ext.engine.v2.target_sampler.SpecSamplerMixin": (
         "vllm.v1.worker.gpu.sample.sampler.Sampler"
     ),
+    "vllm_spec_ext.engine.v2.late_tables.told_output.ToldOutputMixin": (
+        "vllm.v1.worker.gpu.async_utils.AsyncOutput"
+    ),
 }
 
 V2_MODULES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")

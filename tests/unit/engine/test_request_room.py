@@ -31,4 +31,4 @@ def test_what_a_request_says_holds_whatever_the_method_reads(
         known=lambda name: known, state_of=lambda name: state, max_model_len=100
     )
     drafts: Any = SimpleNamespace(_runner=runner, _unread=SimpleNamespace(pop=lambda name: []))
-    assert StepDrafts._request_step(drafts, "a", [8], 4).room == room
+    assert StepDrafts.request_step(drafts, "a", [8], 4).room == room

@@ -20,6 +20,7 @@ from vllm_spec_ext.engine.packed_projection import packed_projection
 from vllm_spec_ext.engine.starting.scratch import num_scratch_blocks
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
+from vllm_spec_ext.engine.v2.late_tables.design import scheduling, why_waiting
 from vllm_spec_ext.engine.views.view_host import ViewHost
 from vllm_spec_ext.engine.watching.counts import WorkerCounts
 from vllm_spec_ext.engine.watching.source_counters import SourceCounter
@@ -27,9 +28,12 @@ from vllm_spec_ext.online.session import OnlineSession, Origin
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
+    DeviceTexts,
     Draft,
     EngineHandle,
+    LateDrafter,
     Learns,
+    RequestStep,
     StepContext,
     StepOutcome,
 )
@@ -95,6 +99,14 @@ class Drafter:
         self.online: OnlineSession | None = None
         """Of rank 0, if the drafter learns while it serves."""
         self._close_online: weakref.finalize[Any, Any] | None = None
+        self.late: LateDrafter | None = None
+        """What drafts on the device, where the scheduler is asynchronous and the method can."""
+        self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
+
+    @property
+    def waits_because(self) -> str | None:
+        """Why drafts are made behind each step's tokens; None: they are looked up late."""
+        return why_waiting(self, self._settings)
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Called by vLLM once the target's weights are loaded."""
@@ -127,16 +139,14 @@ class Drafter:
             warm_up_multi_step()
         if not self.ranks.leads:
             return
-        scheduler = self._vllm_config.scheduler_config
         logger.info(
-            "vllm-spec-ext: method %s, up to %d draft tokens a step, %s, drafts %s, on %s, "
-            "%s scheduling",
+            "vllm-spec-ext: method %s, up to %d draft tokens a step, %s, drafts %s, on %s, %s",
             self.info.name,
             self._num_draft_tokens,
             "lossless" if self._settings.lossless else f"NOT lossless ({self._settings.rule})",
             "trees" if self.info.tree else "chains",
             self._settings.runner,
-            "asynchronous" if scheduler.async_scheduling else "synchronous",
+            scheduling(self._is_async, self.waits_because),
         )
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
@@ -191,6 +201,19 @@ class Drafter:
             )
         self.counts.time(elapsed_us)
         return drafts
+
+    def draft_late(
+        self, requests: Sequence[RequestStep], texts: DeviceTexts
+    ) -> torch.Tensor | None:
+        """Ask for drafts behind tokens that only the device has; None if that failed.
+
+        Args:
+            requests: As far as the host knows them.
+            texts: On the device.
+        """
+        late = self.late
+        assert late is not None
+        return self._barrier.call("draft", lambda: late.draft(requests, texts), None)
 
     def _count(
         self,
@@ -269,6 +292,9 @@ class Drafter:
     def _start_proposer(self, fresh: bool = False) -> tuple[None, list[torch.Tensor]]:
         self._proposer.start(self._engine)
         self._start_online(fresh)
+        make_late = getattr(self._proposer, "late_drafter", None)  # not all are BaseProposers
+        if self._is_async and make_late is not None:
+            self.late = make_late(self._engine)
         # Where nobody calls close(), when this object goes or the interpreter ends.
         self._close_proposer = weakref.finalize(self, _close, self._proposer)
         return None, []

@@ -39,7 +39,9 @@ class StepDrafts:
         drafter = runner.drafter
         every_step = drafter.needs.every_step or drafter.models or drafter.views or settings.online
         self.budget: DraftBudget | None = None
-        if settings.options.adaptive_length:
+        # An asynchronous scheduler has every request verify as many tokens, drafted or not.
+        self._fixed_length = bool(runner.vllm_config.scheduler_config.async_scheduling)
+        if settings.options.adaptive_length and not self._fixed_length:
             self.budget = DraftBudget(can_rest=not every_step)
         self._shadows = ShadowDrafts()
         self._unread = UnreadTokens()
@@ -116,7 +118,7 @@ class StepDrafts:
         started = self._observe_step(step, new_tokens)
         rows = [row for row, tokens in enumerate(new_tokens) if tokens]
         requests = [
-            self._request_step(step.request_ids[row], new_tokens[row], max_draft_tokens)
+            self.request_step(step.request_ids[row], new_tokens[row], max_draft_tokens)
             for row in rows
         ]
         requests = self._with_next_tokens(step, rows, requests)
@@ -135,6 +137,7 @@ class StepDrafts:
             allowance.fixed_cost,
             allowance.max_tokens if runner.drafter.needs.shares_nodes else None,
             allowance.branch_cost,
+            fixed_length=self._fixed_length,
         )
         self._log_outcomes(step, rows, new_tokens, requests)
         self._record(step, rows, requests, hidden)
@@ -271,9 +274,16 @@ class StepDrafts:
             for row, request in zip(rows, requests, strict=True)
         ]
 
-    def _request_step(
+    def request_step(
         self, request_id: str, new_tokens: list[int], max_draft_tokens: int
     ) -> RequestStep:
+        """A request as the proposer sees it.
+
+        Args:
+            request_id: Known to the runner, with its new tokens.
+            new_tokens: Of the step.
+            max_draft_tokens: The engine's limit for each request.
+        """
         runner = self._runner
         known, state = runner.known(request_id), runner.state_of(request_id)
         params, num_tokens = known.params, len(known.token_ids)

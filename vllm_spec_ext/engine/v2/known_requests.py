@@ -6,6 +6,7 @@ in them came from the host: the scheduler's output and each step's new tokens.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,9 +41,10 @@ class _Growing:
 
 
 class _Request:
-    def __init__(self, new: "NewRequestData") -> None:
+    def __init__(self, new: "NewRequestData", number: int) -> None:
         assert new.prefill_token_ids is not None
         assert new.sampling_params is not None
+        self.number = number
         self.tokens = _Growing(new.prefill_token_ids)
         self.num_prompt_tokens = int(new.prompt_len)
         self.params: SamplingParams = new.sampling_params
@@ -56,6 +58,7 @@ class KnownRequests:
     def __init__(self) -> None:
         """None yet."""
         self._requests: dict[str, _Request] = {}
+        self._numbers = count()
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
@@ -64,7 +67,7 @@ class KnownRequests:
         """Requests that come, or come back with what they had said; blocks of those that go on."""
         for new in scheduler_output.scheduled_new_reqs:
             if new.sampling_params is not None:
-                self._requests[new.req_id] = _Request(new)
+                self._requests[new.req_id] = _Request(new, next(self._numbers))
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks and request_id in self._requests:
@@ -88,6 +91,11 @@ class KnownRequests:
         """One of them."""
         found = self._requests[request_id]
         return KnownRequest(found.tokens.view, found.num_prompt_tokens, found.params)
+
+    def number(self, request_id: str) -> int | None:
+        """Tells a request from one that had its id before, or comes back; None if it is gone."""
+        found = self._requests.get(request_id)
+        return None if found is None else found.number
 
     def num_tokens(self, request_id: str) -> int:
         """Verified tokens of a request, the prompt included."""

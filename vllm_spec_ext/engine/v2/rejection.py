@@ -78,7 +78,7 @@ class WalkSampler(RejectionSampler):
             if self._relaxed_rule is not None:
                 self._rule = self._relaxed_rule.of_step(batch, states, greedy, runner.device)
                 self._distributions = {}
-        elif runner.is_async:
+        elif runner.is_async and runner.late_steps is None:
             invalid_drafts = _or(invalid_drafts, _fillers(step.drafts, logits.device))
         return super().__call__(logits, input_batch, None, invalid_drafts)
 

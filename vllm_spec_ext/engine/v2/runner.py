@@ -28,6 +28,8 @@ from vllm_spec_ext.engine.trees.plan import RequestRows
 from vllm_spec_ext.engine.v2.batch_rows import batch_rows
 from vllm_spec_ext.engine.v2.full_graphs import no_trees_reason
 from vllm_spec_ext.engine.v2.known_requests import KnownRequests
+from vllm_spec_ext.engine.v2.late_tables.late_steps import LateSteps
+from vllm_spec_ext.engine.v2.late_tables.speculator import LateSpeculator
 from vllm_spec_ext.engine.v2.model_state import add_trees
 from vllm_spec_ext.engine.v2.rejection import WalkSampler
 from vllm_spec_ext.engine.v2.speculator import HostDraftTokens, HostSpeculator
@@ -76,13 +78,19 @@ class SpecRunnerV2Mixin:
     block_tables: "BlockTables"
     attn_groups: "list[list[AttentionGroup]]"
 
+    draft_tokens_handler: Any  # vLLM's or ours
+    is_async: bool
+    spec_step: Step
+
     def init_spec_ext(self) -> None:
         """State of our own; called once, right after the runner was specialised."""
         self.drafter = Drafter(self.vllm_config)
         self.speculator = HostSpeculator(self.req_states.draft_tokens)
-        self.draft_tokens_handler = HostDraftTokens()
+        self._vllm_draft_tokens = self.draft_tokens_handler
+        self.draft_tokens_handler = self._host_draft_tokens = HostDraftTokens()
         self.is_warming_up = False
         self.is_async = bool(self.vllm_config.scheduler_config.async_scheduling)
+        self.late_steps: LateSteps | None = None  # if drafts are looked up on the device
         self.spec_requests = KnownRequests()
         self.spec_step = Step()
         self.spec_states = RequestStates(self.speculative_config.spec_ext)
@@ -119,6 +127,11 @@ class SpecRunnerV2Mixin:
         self.drafter.load_model(self.model)
         if self.drafter.info.tree:
             add_trees(self.model_state, self)
+        if self.is_async and self.drafter.waits_because is None:
+            # vLLM does with these drafts as with its own.
+            self.late_steps = LateSteps(self)
+            self.speculator = LateSpeculator(self.req_states.draft_tokens, self.late_steps)
+            self.draft_tokens_handler = self._vllm_draft_tokens
 
     def initialize_kv_cache(
         self, kv_cache_config: "KVCacheConfig", *args: Any, **kwargs: Any
@@ -139,6 +152,8 @@ class SpecRunnerV2Mixin:
         """Requests come and go; free the proposer's state of those that went."""
         gone = leaving_requests(scheduler_output, self.spec_requests)
         if gone:
+            if self.late_steps is not None:
+                self.late_steps.read_if_told()
             let_go(cast(Any, self), gone)
             self.spec_requests.forget(gone)
         self.drafter.blocks_change(scheduler_output, gone)
@@ -167,8 +182,8 @@ class SpecRunnerV2Mixin:
         if state is None:
             return state, uniform_tokens
         self.spec_step = Step.of(state.req_ids, scheduler_output, self._step_started)
-        if self.is_async:
-            self._find_drafts(self.spec_step)
+        if self.is_async and self.late_steps is None:
+            self.find_drafts(self.spec_step)
         self._computed = self._computed_tokens(state)
         if self.tree_attention is not None:
             self._lay_out_trees(self.tree_attention)
@@ -176,7 +191,7 @@ class SpecRunnerV2Mixin:
                 uniform_tokens = None
         return state, uniform_tokens
 
-    def _find_drafts(self, step: Step) -> None:
+    def find_drafts(self, step: Step) -> None:
         """The asynchronous scheduler knows only how many tokens were drafted; so many are -1."""
         drafts = []
         for request_id, scheduled in zip(step.request_ids, step.drafts, strict=True):
@@ -216,13 +231,18 @@ class SpecRunnerV2Mixin:
         """Verify, then draft; the scheduler gets the tokens at once.
 
         With asynchronous scheduling the scheduler runs ahead all the same: it has prepared the
-        next step by now. What waits is this worker, for the step's tokens.
+        next step by now. What waits is this worker, for the step's tokens; with late drafts
+        (:mod:`.late_tables`), which vLLM has asked for by now, nothing does.
         """
         sampling = super().sample_tokens  # type: ignore[misc]
         state = self.execute_model_state
         output: AsyncOutput | None = sampling(*args, **kwargs)
         if state is None or output is None:
             return None
+        if self.late_steps is not None:
+            return (
+                output if self.is_warming_up else self.late_steps.queue(output, state.input_batch)
+            )
         result = output.get_output()
         batch, new_tokens = state.input_batch, result.sampled_token_ids
         self.spec_requests.append(batch.req_ids, new_tokens)
@@ -263,7 +283,7 @@ class SpecRunnerV2Mixin:
         self.req_states.draft_tokens[batch.idx_mapping] = on_device
         if self.is_async:
             drafts = rows[:, :num_scheduled].tolist()
-        self.draft_tokens_handler.keep(batch.req_ids, drafts)
+        self._host_draft_tokens.keep(batch.req_ids, drafts)
 
 
 def specialise(runner: "GPUModelRunner | SpecRunnerV2Mixin") -> None:

@@ -39,7 +39,11 @@ def put_news(output: object, counts: WorkerCounts) -> object:
     """
     if not isinstance(output, ModelRunnerOutput):
         return output
-    news = counts.take()
+    return add_news(output, counts.take())
+
+
+def add_news(output: ModelRunnerOutput, news: News) -> ModelRunnerOutput:
+    """As :func:`put_news`, of what was taken from the counts before."""
     if not news:
         return output
     result = copy.copy(output)

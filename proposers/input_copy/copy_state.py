@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where one request's copying stands."""
+
+from dataclasses import dataclass, field
+
+from vllm_spec_ext.proposers.base import IntArray
+from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
+
+LOST = -1
+
+
+@dataclass
+class CopyState:
+    """State of one request. The indices hold folded tokens, `source` the tokens as they are."""
+
+    source: IntArray  # [n] int32
+    source_index: OccurrenceIndex
+    output_index: OccurrenceIndex
+    remember: bool  # the answer, for later requests of the group
+    share_group: str | None
+    source_start: int | None  # of the source in the prompt; None = it is not a part of that
+    output: list[int] = field(default_factory=list)  # tokens as they are
+    cursor: int = 0  # next source token to draft; LOST while the output is not in the source
+    num_agreeing: int = 0  # output tokens that led to the cursor
+    lost_at: int = LOST  # where the cursor stood when copying stopped
+    num_lost: int = 0  # tokens since then
+    guessing: bool = False  # the cursor is a guess that no accepted token has confirmed yet
+    kind: int = 0  # of the last draft, for its outcome
+
+    def follow(self, tokens: IntArray) -> None:
+        """Move the cursor over new, folded output tokens as long as they are the source's."""
+        source = self.source_index.tokens
+        for token in tokens.tolist():
+            if 0 <= self.cursor < len(source) and source[self.cursor] == token:
+                self.cursor += 1
+                self.num_agreeing += 1
+                self.guessing = False
+                continue
+            if self.cursor != LOST and not self.guessing:
+                self.lost_at, self.num_lost = self.cursor, 0
+            self.cursor, self.guessing, self.num_agreeing = LOST, False, 0
+            self.num_lost += 1

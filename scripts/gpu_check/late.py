@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts that the device looks up, behind tokens that the host has not read."""
+
+import statistics
+import time
+from typing import Any
+
+import pytest
+import torch
+from generation import ALWAYS_DRAFT, run, tokens
+from scenarios import SCENARIOS
+from test_greedy_identity import runner_of
+
+from gpu_check.identity import BACKEND
+from gpu_check.site import CheckFailed, Site, require, require_identical
+
+COPY = {"method": "input_copy", "num_speculative_tokens": 8}
+SCENARIO = SCENARIOS["few_tokens"]
+
+
+def late_tables(site: Site) -> dict[str, Any]:
+    """No token changes, as much is accepted, and how long the look-up takes."""
+    answers = tokens(run(site.engine(backend=BACKEND), SCENARIO))
+    steps, compared, look_up_us = [], 0, list[float]()
+    for is_async in (False, True):
+        config = COPY if is_async else {**COPY, **ALWAYS_DRAFT}
+        engine = site.engine(backend=BACKEND, speculative_config=config, async_scheduling=is_async)
+        runner = runner_of(engine)
+        require(
+            (runner.late_steps is not None) == is_async,
+            f"async_scheduling={is_async}: late_steps is {runner.late_steps}",
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            counted = count_steps(runner, patch)
+            if is_async:
+                time_draft(runner, patch, look_up_us)
+            found = tokens(run(engine, SCENARIO))
+            if runner.late_steps is not None:
+                runner.late_steps.read_if_told()  # the last step, as before the next one
+        for true, ours in zip(answers, found, strict=True):
+            compared += require_identical(f"input_copy, asynchronous: {is_async}", true, ours)
+        steps.append(len(counted))
+    result = {
+        "compared": compared,
+        "request_steps": dict(zip(("sync", "async"), steps, strict=True)),
+        "look_up_us": statistics.median(look_up_us),
+    }
+    if steps[1] > 1.02 * steps[0] + 1:
+        raise CheckFailed(f"{steps} request steps, expected as few asynchronously", result)
+    return result
+
+
+def count_steps(runner: Any, patch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each request in each step from now on, where it got some."""
+    steps: list[int] = []
+    make = runner.step_drafts.make
+
+    def count(step: Any, new_tokens: Any, *arguments: Any) -> Any:
+        steps.extend(len(tokens) for tokens in new_tokens if tokens)
+        return make(step, new_tokens, *arguments)
+
+    patch.setattr(runner.step_drafts, "make", count)
+    return steps
+
+
+def time_draft(runner: Any, patch: pytest.MonkeyPatch, taken_us: list[float]) -> None:
+    """Microseconds of each look-up, rows on the host and copies included; nothing else runs."""
+    draft = runner.drafter.late.draft
+
+    def timed(*arguments: Any) -> Any:
+        torch.accelerator.synchronize()
+        started = time.perf_counter()
+        drafts = draft(*arguments)
+        torch.accelerator.synchronize()
+        taken_us.append(1e6 * (time.perf_counter() - started))
+        return drafts
+
+    patch.setattr(runner.drafter.late, "draft", timed)

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous scheduling without waiting: drafts are looked up on the device, in late tables."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from generation import (
+    ALWAYS_DRAFT,
+    count_preempted,
+    run,
+    run_with_aborts,
+    sampling_params,
+    tokens,
+)
+from scenarios import PROMPTS, SCENARIOS, Scenario
+from test_greedy_identity import METHODS, runner_of
+
+from vllm_spec_ext.engine.v2 import rejection
+from vllm_spec_ext.engine.v2.late_tables import late_steps
+
+COPY = {"method": "input_copy", "num_speculative_tokens": 8}
+# Few tokens to choose from: the text repeats itself, so that copies are right.
+FEW = {"allowed_token_ids": [40, 42, 44], "ignore_eos": True}
+LENGTHS = (12, 60, 33, 1, 70, 2, 47, 59)
+REPEATED = Scenario([{"max_tokens": n, **FEW} for n in LENGTHS], PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine: Any) -> Any:
+    return make_engine(speculative_config=COPY, async_scheduling=True)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Any) -> Any:
+    return tokens(run(plain, REPEATED))
+
+
+def fresh(engine: Any) -> Any:
+    """Without what was learned, and with nothing in the prefix cache."""
+    engine.collective_rpc("spec_ext_reset")
+    engine.reset_prefix_cache()
+    return engine
+
+
+@pytest.fixture
+def num_rows(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Requests in each step that verified drafts."""
+    steps: list[int] = []
+    verify = rejection.WalkSampler._verify
+
+    def count(self: Any, *args: Any) -> Any:
+        steps.append(len(self._runner.spec_step.request_ids))
+        return verify(self, *args)
+
+    monkeypatch.setattr(rejection.WalkSampler, "_verify", count)
+    return steps  # type: ignore[return-value]
+
+
+def test_the_start_up_line_says_so(make_engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    reasons = {
+        "input_copy": "looked up on the device in tables one step old",
+        "oracle": "made behind each step's tokens (its drafts are trees)",
+    }
+    for method, reason in reasons.items():
+        config = COPY if method == "input_copy" else METHODS[method]
+        runner = runner_of(make_engine(speculative_config=config, async_scheduling=True))
+        assert (runner.late_steps is None) == (method == "oracle")
+        logger = logging.getLogger("vllm.spec_ext")
+        logger.addHandler(caplog.handler)
+        with caplog.at_level(logging.INFO, logger="vllm.spec_ext"):
+            runner.drafter.load_model(runner.get_model())
+        logger.removeHandler(caplog.handler)
+        [line] = {message for message in caplog.messages if f"method {method}," in message}
+        assert f"asynchronous scheduling, drafts {reason}" in line
+
+
+@pytest.mark.parametrize("name", ["prefix_reused", "penalties", "regex", "several_samples"])
+def test_same_tokens(name: str, plain: Any, engine: Any) -> None:
+    reference = run(plain, SCENARIOS[name])
+    for _ in range(1 + (name == "prefix_reused")):  # the same again, with earlier answers
+        outputs = run(engine, SCENARIOS[name])
+        assert tokens(outputs) == tokens(reference)
+        for ours, theirs in zip(outputs, reference, strict=True):
+            for a, b in zip(ours.outputs, theirs.outputs, strict=True):
+                assert a.finish_reason == b.finish_reason
+
+
+def test_sampling_grammars_and_penalties_together(plain: Any, engine: Any) -> None:
+    scenario = Scenario(
+        [
+            {"max_tokens": 30, "temperature": 1.0, "seed": 7, **FEW},
+            {"max_tokens": 20, "structured_outputs": {"regex": "(ab|cd){3,9}[0-9]+x"}},
+            {"max_tokens": 30, "presence_penalty": 1.0, "frequency_penalty": 0.5, **FEW},
+            {"max_tokens": 30, "temperature": 0.7, "seed": 8, "top_k": 2, "logprobs": 2, **FEW},
+        ],
+        PROMPTS,
+    )
+    assert tokens(run(engine, scenario)) == tokens(run(plain, scenario))
+
+
+def read_last_step(engine: Any) -> None:
+    """As it is before the next step, or when a server has nothing to do."""
+    late = runner_of(engine).late_steps
+    if late is not None:
+        late.read_if_told()
+
+
+def count_steps(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each request in each step from now on, where it got some."""
+    runner, steps = runner_of(engine), list[int]()
+    make = runner.step_drafts.make
+
+    def count(step: Any, new_tokens: Any, *args: Any) -> Any:
+        steps.extend(len(tokens) for tokens in new_tokens if tokens)
+        return make(step, new_tokens, *args)
+
+    monkeypatch.setattr(runner.step_drafts, "make", count)
+    return steps
+
+
+def test_as_many_drafts_as_with_synchronous_scheduling(
+    expected: Any, engine: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = make_engine(speculative_config={**COPY, **ALWAYS_DRAFT})
+    num_tokens = sum(len(answer[0]) for answer in expected)
+    counts = []
+    for one in (engine, waiting):
+        steps = count_steps(fresh(one), monkeypatch)
+        assert tokens(run(one, REPEATED)) == expected
+        read_last_step(one)
+        assert sum(steps) >= num_tokens, "every step was read"
+        counts.append(len(steps))
+    late, sync = counts
+    assert sync < 0.6 * num_tokens, "copies are right"
+    assert late <= 1.02 * sync
+
+
+def test_an_old_query_drafts_less(
+    expected: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is the same and takes more steps: what is looked up must be the current end."""
+    steps = count_steps(fresh(engine), monkeypatch)
+    assert tokens(run(engine, REPEATED)) == expected
+    current = len(steps)
+    steps.clear()
+    texts = late_steps.DeviceTexts
+
+    def old(tokens: Any, lengths: Any, places: Any, *rest: Any) -> Any:
+        known = [runner.spec_requests.num_tokens(name) for name in runner.spec_step.request_ids]
+        lengths = lengths.clone()
+        lengths[places] = lengths.new_tensor(known)
+        return texts(tokens, lengths, places, *rest)
+
+    runner = runner_of(engine)
+    monkeypatch.setattr(late_steps, "DeviceTexts", old)
+    assert tokens(run(fresh(engine), REPEATED)) == expected
+    assert len(steps) > 1.2 * current
+
+
+def test_a_wrong_verification_shows(
+    expected: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: were all drafts accepted, the text would be another."""
+    follow = rejection.follow_chains
+
+    def accept_all(sampled: Any, drafted: Any, starts: Any, num_drafted: int) -> Any:
+        tokens, num_sampled = follow(sampled, drafted, starts, num_drafted)
+        sizes = (starts[1:] - starts[:-1]).to(num_sampled.dtype)
+        for row, start in enumerate(starts[:-1].tolist()):
+            size = int(sizes[row]) - 1
+            tokens[row, :size] = drafted[start + 1 : start + 1 + size]
+        return tokens, sizes
+
+    monkeypatch.setattr(rejection, "follow_chains", accept_all)
+    assert tokens(run(fresh(engine), REPEATED)) != expected
+
+
+def test_nobody_waits_for_the_step_that_is_queued(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(engine)
+    sample, told = runner.sample_tokens, []
+
+    def watch(*args: Any) -> Any:
+        output = sample(*args)
+        told.append(output.is_told)
+        return output
+
+    monkeypatch.setattr(runner, "sample_tokens", watch)
+    run(engine, replace(REPEATED, prompts=PROMPTS[:3]))
+    assert len(told) > 5
+    assert not any(told)
+
+
+def test_the_host_says_what_the_device_drafted(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step later it drafts the same, and tells the proposer what became of it."""
+    runner = runner_of(fresh(engine))
+    looked_up: dict[str, list[list[int]]] = {}
+    draft, make = runner.late_steps.draft, runner.step_drafts.make
+    compared = []
+
+    def look(batch: Any) -> Any:
+        drafts = draft(batch)
+        for name, row in zip(batch.req_ids, drafts.tolist(), strict=True):
+            looked_up.setdefault(name, []).append(row)
+        return drafts
+
+    def compare(step: Any, new_tokens: Any, *args: Any) -> Any:
+        made = make(step, new_tokens, *args)
+        for name, said, drafted in zip(step.request_ids, new_tokens, made, strict=True):
+            if said and drafted:
+                compared.append((drafted, looked_up[name][-1][: len(drafted)]))
+        return made
+
+    monkeypatch.setattr(runner.late_steps, "draft", look)
+    monkeypatch.setattr(runner.step_drafts, "make", compare)
+    outcomes: list[Any] = []
+    proposer = runner.drafter._proposer
+    observe = proposer.observe
+
+    def remember(new: Any) -> None:
+        outcomes.extend(new)
+        observe(new)
+
+    monkeypatch.setattr(proposer, "observe", remember)
+    run(engine, REPEATED)
+    assert len(compared) > 50
+    assert all(ours == theirs for ours, theirs in compared)
+    assert sum(outcome.num_accepted for outcome in outcomes) > 50
+    assert all(outcome.num_accepted <= outcome.num_drafted for outcome in outcomes)
+    assert len(runner.spec_states) <= 1
+    assert len(runner.spec_requests) <= 1
+    assert len(proposer._copies) <= 1
+
+
+def test_preemption(plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come back in other places, with what they had said."""
+    scenario = Scenario([{"max_tokens": 50, **FEW}], PROMPTS)
+    answers = tokens(run(plain, scenario))
+    config = {"speculative_config": COPY, "async_scheduling": True}
+    engine = make_engine(**config, num_gpu_blocks_override=12)
+    preempted = count_preempted(engine, monkeypatch)
+    assert tokens(run(engine, scenario)) == answers
+    assert preempted
+
+
+def test_abort(expected: Any, engine: Any) -> None:
+    scenario = Scenario([REPEATED.params[i] for i in range(8)], PROMPTS)
+    finished = run_with_aborts(fresh(engine), scenario, (4, 7), at_step=4)
+    assert finished == {i: expected[i][0] for i in range(8) if i not in (4, 7)}
+
+
+def test_second_turns(plain: Any, engine: Any) -> None:
+    """The first answer is part of the second prompt, whose beginning is in the prefix cache."""
+    first = run(plain, Scenario([{"max_tokens": 20, **FEW}], PROMPTS[:3]))
+    prompts: Any = [
+        {"prompt_token_ids": [*out.prompt_token_ids, *out.outputs[0].token_ids]} for out in first
+    ]
+    second = Scenario([{"max_tokens": 20, "ignore_eos": True}], prompts)
+    answers = tokens(run(plain, second))
+    for _ in range(2):
+        assert tokens(run(engine, second)) == answers
+
+
+def test_sources_of_requests(plain: Any, engine: Any, num_rows: list[int]) -> None:
+    """A span of the prompt, tokens beside it, and a request that wants no drafts."""
+    base = Scenario([{"max_tokens": 30, "ignore_eos": True}], PROMPTS[:4])
+    answers = tokens(run(plain, base))
+    given: list[dict[str, Any]] = [
+        {"source_token_ids": answers[0][0]},
+        {"source_span": [1, 4]},
+        {"enabled": False},
+        {"source_token_ids": answers[3][0], "max_draft_tokens": 2},
+    ]
+    params = [sampling_params(base.params[0], extra) for extra in given]
+    outputs = fresh(engine).generate(base.prompts, params, use_tqdm=False)
+    assert tokens(outputs) == answers
+    # The first knew its answer: 30 tokens in about 30 / 9 steps, and then the batch is smaller.
+    assert min(num_rows) < 4
+
+
+def test_a_failing_look_up_costs_drafts_alone(
+    expected: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = runner_of(fresh(engine)).drafter.late
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("look-up")
+
+    monkeypatch.setattr(late, "draft", fail)
+    monkeypatch.setenv("VLLM_SPEC_EXT_STRICT", "0")
+    assert tokens(run(engine, REPEATED)) == expected

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``scripts/late_tables.py``: as many tokens a step late as at once, and fewer by an old query."""
+
+import random
+
+import late_tables
+from vllm_spec_ext.cli.simulate import make_points
+from vllm_spec_ext.replay import Recording
+
+
+def recordings() -> list[Recording]:
+    """Copies of a prompt in which every tenth token is another."""
+    draw = random.Random(3)
+    found = []
+    for _ in range(4):
+        prompt = [draw.randrange(40, 90) for _ in range(60)]
+        answer = [draw.randrange(40) if draw.random() < 0.1 else token for token in prompt]
+        found.append(Recording(prompt, answer, "copies"))
+    return found
+
+
+def test_no_draft_is_lost() -> None:
+    [point] = make_points("input_copy", [{"num_speculative_tokens": 6}])
+    found = late_tables.figures(recordings(), point, None, "MODEL")
+    sync, behind, late, old = (found[design] for design in late_tables.DESIGNS)
+    assert sync > 2.0
+    assert behind >= 0.97 * sync
+    assert late >= 0.98 * sync
+    assert old < 0.7 * sync
+    table = late_tables.table({"copies": found}, {"copies": 4})
+    assert f"| copies, 4 | {sync:.3f} | {behind:.3f} (" in table

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an engine with asynchronous scheduling drafts late, or waits for each step's tokens."""
+
+from typing import TYPE_CHECKING
+
+from vllm_spec_ext.engine.starting.spec_config import MethodSettings
+
+if TYPE_CHECKING:
+    from vllm_spec_ext.engine.drafting.drafter import Drafter
+
+
+def why_waiting(drafter: "Drafter", settings: MethodSettings) -> str | None:
+    """Why drafts are made on the host, behind each step's tokens; None: they need not be.
+
+    Args:
+        drafter: Its proposer is ready.
+        settings: Of the engine.
+    """
+    if not drafter.ranks.is_alone:
+        return "several tensor-parallel ranks follow what one decides"
+    if drafter.models or drafter.views:
+        return "it drafts by running models"
+    if settings.online is not None:
+        return "it learns while it serves"
+    if settings.rule is not None and not settings.rule.is_strict:
+        return "a relaxed rule looks at drafts on the host"
+    if drafter.late is None:
+        return "its drafts are trees" if drafter.info.tree else "it looks up on the host alone"
+    return None
+
+
+def scheduling(is_async: bool, waits_because: str | None) -> str:
+    """For the start-up line."""
+    if not is_async:
+        return "synchronous scheduling"
+    if waits_because is None:
+        return "asynchronous scheduling, drafts looked up on the device in tables one step old"
+    return f"asynchronous scheduling, drafts made behind each step's tokens ({waits_because})"

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps whose tokens the host reads one step late.
+
+While a step is queued the device still runs it, or the one before. By then the tokens of the one
+before are read: the device has enough to do until the look-up is queued behind it. Everything that
+counts, records and learns is told of a step as without asynchronous scheduling, one step later.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_spec_ext.engine.step import Step
+from vllm_spec_ext.engine.v2.late_tables.told_output import ToldOutputMixin, tell_both
+from vllm_spec_ext.proposers.base import DeviceTexts
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_spec_ext.engine.v2.runner import SpecRunnerV2Mixin
+
+
+@dataclass(frozen=True)
+class _QueuedStep:
+    step: Step
+    numbers: list[int | None]  # of each request, so that none is taken for a later one of its name
+    output: ToldOutputMixin
+
+
+class LateSteps:
+    """Of one runner."""
+
+    def __init__(self, runner: "SpecRunnerV2Mixin") -> None:
+        """No step is queued."""
+        from vllm.utils.torch_utils import async_tensor_h2d  # patched by vLLM's CPU worker
+
+        self._runner = runner
+        self._queued: _QueuedStep | None = None
+        self._upload = partial(async_tensor_h2d, device=runner.device)
+        self._num_drafted = int(runner.speculative_config.num_speculative_tokens)
+
+    def draft(self, batch: "InputBatch") -> torch.Tensor:
+        """[num_reqs, k] int64 drafts, on the device; called while the batch's step is queued."""
+        runner = self._runner
+        self.read()
+        states = runner.req_states
+        texts = DeviceTexts(
+            states.all_token_ids.gpu,
+            states.total_len.gpu,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            self._upload,
+        )
+        known = [
+            runner.step_drafts.request_step(name, [], self._num_drafted) for name in batch.req_ids
+        ]
+        drafts = runner.drafter.draft_late(known, texts)
+        if drafts is None:
+            return states.last_sampled_tokens[batch.idx_mapping].expand(-1, self._num_drafted)
+        return drafts
+
+    def queue(self, output: "AsyncOutput", batch: "InputBatch") -> ToldOutputMixin:
+        """A step is queued; returns its answer, which vLLM and we may read."""
+        runner = self._runner
+        told = tell_both(output, runner.drafter.counts.take())
+        numbers = [runner.spec_requests.number(name) for name in batch.req_ids]
+        self._queued = _QueuedStep(runner.spec_step, numbers, told)
+        return told
+
+    def read_if_told(self) -> None:
+        """Requests are about to leave: read what they said last, if nobody has to wait for it."""
+        if self._queued is not None and self._queued.output.is_told:
+            self.read()
+
+    def read(self) -> None:
+        """Wait for the tokens of the step that was queued last, and tell of them."""
+        queued, self._queued = self._queued, None
+        if queued is None:
+            return
+        runner, step = self._runner, queued.step
+        new_tokens = [list(tokens) for tokens in queued.output.get_output().sampled_token_ids]
+        drafts = [list(draft) for draft in step.drafts]
+        for row, (name, number) in enumerate(zip(step.request_ids, queued.numbers, strict=True)):
+            if number is None or runner.spec_requests.number(name) != number:
+                new_tokens[row], drafts[row] = [], []  # it left while the step ran
+        step.drafts = drafts
+        runner.find_drafts(step)
+        names = [name for name, tokens in zip(step.request_ids, new_tokens, strict=True) if tokens]
+        runner.spec_requests.append(names, filter(None, new_tokens))
+        nothing = torch.empty(0, 0)  # hidden states: no method that drafts late needs any
+        runner.step_drafts.make(step, new_tokens, nothing, self._num_drafted)
