@@ -128,7 +128,7 @@ def _add(core: Any, draws: random.Random, name: str) -> None:
         given["allowed_token_ids"] = [40, 42, 44]  # a text that repeats itself, so copies are right
     if draws.random() < 0.3:
         given["temperature"] = 1.0
-    params = SamplingParams(**{"temperature": 0.0, **given})
+    params = SamplingParams(**{"temperature": 0.0, "detokenize": False, **given})
     core.add_request(name, {"prompt_token_ids": prompt}, params)
 
 
@@ -152,7 +152,7 @@ def _holders() -> list[str]:
     return lines
 
 
-def _names(found: object) -> list[str]:
+def _names(found: Any) -> list[str]:
     # Not isinstance(): it would ask some objects of torch for their class, and they warn.
     if not issubclass(type(found), dict | set | list | tuple | deque):
         return []
@@ -177,7 +177,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         target = build_tiny_model(Path(folder) / "target")
-        extras = {"seed": 6, "nar": ALL_EXTRAS, "own_mask_embedding": True}
+        extras: dict[str, Any] = {"seed": 6, "nar": ALL_EXTRAS, "own_mask_embedding": True}
         config = {
             "method": "nar",
             "model": save_dflash(target, Path(folder) / "drafter", **extras),
