@@ -156,7 +156,7 @@ def _names(found: Any) -> list[str]:
     # Not isinstance(): it would ask some objects of torch for their class, and they warn.
     if not issubclass(type(found), dict | set | list | tuple | deque):
         return []
-    return [name for name in list(found) if isinstance(name, str) and name[:5] == NAME]
+    return [name for name in list(found) if isinstance(name, str) and name[:5] == NAME != name]
 
 
 def main() -> int:
