@@ -35,6 +35,9 @@ OWN_DRAFTS = [
 
 ONLINE = "examples/online_learning.py"
 
+BLOCKS = "examples/nar_offline.py"
+"""With the drafter in this package."""
+
 ON_RAY = ["examples/ray_batch.py", "examples/ray_serve.py"]
 """Run by test_ray_batch.py and test_ray_serve.py."""
 
@@ -65,7 +68,7 @@ if __name__ == "__main__":
 
 def test_every_example_is_run_and_short() -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
-    run_here = {*OFFLINE_EXAMPLES, *SERVED, *OWN_DRAFTS, *ON_RAY, ONLINE}
+    run_here = {*OFFLINE_EXAMPLES, *SERVED, *OWN_DRAFTS, *ON_RAY, ONLINE, BLOCKS}
     assert files == run_here | {"examples/custom_proposer/repeat_proposer.py"}
     assert all(len((ROOT / name).read_text().splitlines()) < 60 for name in files)
 
@@ -103,6 +106,13 @@ def test_examples_accept_what_the_model_drafts_for_itself(name: str) -> None:
     words = line.split()  # vLLM's log may come behind it
     num_tokens, num_accepted, num_drafted = int(words[0]), int(words[2]), int(words[4])
     assert 0.5 * num_tokens < num_accepted <= num_drafted
+
+
+def test_block_example() -> None:
+    (line,) = [line for line in lines_of(BLOCKS) if line.endswith(" drafts")]
+    num_tokens, num_accepted, num_drafts = (int(word) for word in line.split() if word.isdecimal())
+    assert num_tokens > num_accepted > 0.3 * num_tokens
+    assert num_drafts < num_tokens
 
 
 def test_online_example() -> None:

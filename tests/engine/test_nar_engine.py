@@ -11,6 +11,7 @@ import torch
 from generation import count_preempted, run, sampling_params, tokens
 from homogeneity import same_distribution_p_value
 from nar_reference import DenseDrafter
+from nar_soak import FEW_BLOCKS, soak
 from sampling_distributions import DIFFERENT, SAME, samples_of
 from save_dflash import ALL_EXTRAS, random_drafter, save_dflash
 from save_drafts import save_draft
@@ -43,6 +44,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "all_chain": {"model": "extras", "num_speculative_tokens": 6},
     "all_tree": {"model": "extras", "tree": True, "num_speculative_tokens": 12, "candidates": 8},
 }
+
+NUM_SOAK_STEPS = 200
 
 Record = tuple[tuple[int, ...], SlotHint | None, int, SlotCandidates | None]
 
@@ -168,7 +171,7 @@ def test_preemption(
 ) -> None:
     """A cache too small for the batch: contexts are dropped and made again, or found again."""
     long = Scenario([{"max_tokens": 100, "ignore_eos": True}], PROMPTS)
-    engine = engines(name, engine={"num_gpu_blocks_override": 16})
+    engine = engines(name, engine={"num_gpu_blocks_override": FEW_BLOCKS})
     preempted = count_preempted(engine, monkeypatch)
     assert tokens(run(engine, long)) == tokens(run(plain, long))
     assert preempted
@@ -196,6 +199,17 @@ def test_nothing_is_left_of_requests_that_end(engines: Any) -> None:
     assert len(model._known) <= 1
     assert len(drafter._proposer._hints) <= 1
     assert not model._rows
+
+
+@pytest.mark.parametrize("name", ["all_chain", "all_tree"])
+def test_nothing_grows_while_requests_come_and_go(name: str, engines: Any) -> None:
+    """They end, are aborted and preempted; ``nar_soak.py`` does it for 100,000 steps."""
+    report = soak(engines(name, engine={"num_gpu_blocks_override": FEW_BLOCKS}), NUM_SOAK_STEPS)
+    assert min(report.finished, report.aborted, report.preempted) >= NUM_SOAK_STEPS / 50
+    assert report.passes > 0.8 * NUM_SOAK_STEPS
+    assert 4 < report.most_known <= 8
+    assert any("BlockModel" in holder for holder in report.while_running)  # they can be found
+    assert (report.overdue, report.left) == (0, [])
 
 
 def test_the_context_is_written_even_if_nothing_is_drafted(

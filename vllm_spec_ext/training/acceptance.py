@@ -6,6 +6,7 @@ accepted only if all before it were right, so the draft has then read the text i
 the bonus token, as vLLM does.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -20,14 +21,24 @@ def walk(starts: NDArray[np.int64], accepts: Callable[[int], int]) -> float:
         starts: [sequences + 1] rows of each sequence, positions in order.
         accepts: Accepted tokens of a draft made at a row.
     """
-    tokens, steps = 0, 0
-    for low, high in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+    return tokens_per_step(walk_texts(starts, accepts))
+
+
+def walk_texts(starts: NDArray[np.int64], accepts: Callable[[int], int]) -> NDArray[np.int64]:
+    """[sequences, 2] tokens and steps of each sequence; arguments as of :func:`walk`."""
+    counts = np.zeros((len(starts) - 1, 2), np.int64)
+    for text, (low, high) in enumerate(itertools.pairwise(starts.tolist())):
         row = low
         while row < high:
             emitted = 1 + accepts(row)
-            steps += 1
-            tokens += emitted
+            counts[text] += (emitted, 1)
             row += emitted
+    return counts
+
+
+def tokens_per_step(counts: NDArray[np.int64]) -> float:
+    """Of some texts' tokens and steps [texts, 2]; nan without a step."""
+    tokens, steps = counts.sum(0).tolist()
     return tokens / steps if steps else math.nan
 
 

@@ -7,7 +7,8 @@ wrong token, and up to there the walk stood on the text's own tokens. Lengths co
 """
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.draft_tree import agreeing_path
-from vllm_spec_ext.training.acceptance import walk
+from vllm_spec_ext.training.acceptance import tokens_per_step, walk_texts
 from vllm_spec_ext.training.batches import IGNORED, make_batch
 from vllm_spec_ext.training.draft_vocab import DraftProjection
 from vllm_spec_ext.training.hidden import HiddenSource
@@ -74,6 +75,10 @@ class NarFigures:
     tree_nodes: list[int]
     tree_acceptance_lengths: list[float]
     tree_without_selector: list[float]
+    by_text: dict[str, NDArray[np.int64]] = field(default_factory=dict, repr=False, compare=False)
+    """[texts, 2] parts of some of these figures, for standard errors; not saved. Tokens and steps
+    of ``chain1``, ``chain2``, ..., ``plain1``, ... (without the selector), ``tree12`` and
+    ``plain_tree12``; right tokens and positions of ``slot1``, ... (without the selector)."""
 
     def summary(self) -> dict[str, float]:
         """Short names for progress lines."""
@@ -90,7 +95,8 @@ class NarFigures:
                 return [rounded(part) for part in value]
             return value
 
-        return {name: rounded(value) for name, value in asdict(self).items()}
+        told = {name: value for name, value in asdict(self).items() if name != "by_text"}
+        return {name: rounded(value) for name, value in told.items()}
 
 
 @dataclass(frozen=True)
@@ -137,10 +143,28 @@ def measure_drafter(
     plain = np.cumprod(best, axis=1).sum(axis=1)
     whole = known.all(axis=1)
 
-    def tree(nodes: int, selected: bool) -> float:
-        found = tables if selected else None
-        return walk(rows.starts, lambda row: _tree_accepts(rows, found, row, nodes))
+    by_text: dict[str, NDArray[np.int64]] = {}
+    for name, lengths in (("chain", accepted), ("plain", plain)):
+        for most in range(1, slots + 1):
+            by_text[f"{name}{most}"] = walk_texts(
+                rows.starts,
+                lambda row, lengths=lengths, most=most: min(most, int(lengths[row])),  # type: ignore[misc]
+            )
+    for nodes in tree_nodes:
+        for name, found in (("tree", tables), ("plain_tree", None)):
+            by_text[f"{name}{nodes}"] = walk_texts(
+                rows.starts,
+                lambda row, found=found, nodes=nodes: _tree_accepts(rows, found, row, nodes),  # type: ignore[misc]
+            )
+    for slot in range(slots):
+        counts = np.stack([best[:, slot] & known[:, slot], known[:, slot]], axis=1)
+        parts = np.split(counts.astype(np.int64), rows.starts[1:-1])
+        by_text[f"slot{slot + 1}"] = np.stack([part.sum(0) for part in parts])
 
+    def lengths_of(name: str, numbers: Iterable[int]) -> list[float]:
+        return [tokens_per_step(by_text[f"{name}{number}"]) for number in numbers]
+
+    chain_lengths = lengths_of("chain", range(1, slots + 1))
     return NarFigures(
         num_positions=len(accepted),
         num_sequences=len(sequences),
@@ -154,15 +178,13 @@ def measure_drafter(
         ],
         behind_right=[_share(walked[:, i], known[:, i]) for i in range(slots)],
         accepted=[_share(accepted > i, whole) for i in range(slots)],
-        acceptance_length=walk(rows.starts, lambda row: int(accepted[row])),
-        chain_lengths=[
-            walk(rows.starts, lambda row, most=i + 1: min(most, int(accepted[row])))  # type: ignore[misc]
-            for i in range(slots)
-        ],
-        without_selector=walk(rows.starts, lambda row: int(plain[row])),
+        acceptance_length=chain_lengths[-1],
+        chain_lengths=chain_lengths,
+        without_selector=tokens_per_step(by_text[f"plain{slots}"]),
         tree_nodes=list(tree_nodes),
-        tree_acceptance_lengths=[tree(nodes, True) for nodes in tree_nodes],
-        tree_without_selector=[tree(nodes, False) for nodes in tree_nodes],
+        tree_acceptance_lengths=lengths_of("tree", tree_nodes),
+        tree_without_selector=lengths_of("plain_tree", tree_nodes),
+        by_text=by_text,
     )
 
 
