@@ -70,7 +70,11 @@ def record_answers(
         generator=generator,
         dtype="bf16",
     )
-    prepare(config, lambda *_: None, print)  # type: ignore[arg-type, return-value]
+
+    def no_task(*_: Any) -> Any:
+        """Nothing is trained on these."""
+
+    prepare(config, no_task, print)
     return [question.category.partition(" > ")[0] for question in questions]
 
 
@@ -98,9 +102,17 @@ class Measuring:
             sequences_per_pass=2,
         )
         layers = self.config.state_layers(self.target.num_layers)
-        facts: tuple[Any, ...] = (folder / "hidden", self.target, self.data, 2048)
-        write_cache(*facts, batch_size=4, layers=layers, dtype=torch.bfloat16)
-        self.states = cached_states(*facts, layers)
+        hidden, length = folder / "hidden", self.config.max_length
+        write_cache(
+            hidden,
+            self.target,
+            self.data,
+            length,
+            batch_size=4,
+            layers=layers,
+            dtype=torch.bfloat16,
+        )
+        self.states = cached_states(hidden, self.target, self.data, length, layers)
 
     def measure(self, drafter_folder: Path, *, switch_off: bool) -> dict[str, Counts]:
         """Counts by text of a finished drafter; also without its copies and its selector."""
