@@ -133,3 +133,39 @@ def test_nonsense_is_left_out() -> None:
     assert before is not None
     assert after is not None
     assert math.isclose(before.plain_s, after.plain_s)
+
+
+def after_free_tokens() -> StepCosts:
+    """One request, whose five draft tokens cost nothing, as rows that fill a core up do."""
+    costs, rng = StepCosts(), random.Random(0)
+    for step in range(1500):
+        drafted = 0 if step < 3 or step % 20 == 0 else 5
+        costs.observe(1, drafted, 0.04 * (1 + 0.1 * rng.uniform(-1, 1)))
+    for _ in range(10):
+        costs.observe(8, 0, 0.045)
+    return costs
+
+
+def test_tokens_that_are_free_for_one_request_may_be_dear_in_a_larger_batch() -> None:
+    costs = after_free_tokens()
+    guess = costs.estimate(8)
+    assert guess is not None
+    assert guess.extra(24) + 1.5 * guess.error(24) > 0.5  # nobody knows, so it may be much
+    for _ in range(6):
+        costs.observe(8, 8, 0.045 * 1.45)
+    found = costs.estimate(8)
+    assert found is not None
+    assert found.extra(8) == pytest.approx(0.45, abs=0.1)
+    assert found.extra(24) + 1.5 * found.error(24) > 1.0
+
+
+def test_drafts_that_cost_far_more_than_expected_do_not_make_the_machine_slow() -> None:
+    costs = after_free_tokens()
+    for step in range(24):
+        # As the draft budget does, which asks for a plain step where it does not know.
+        drafted = 0 if costs.needs_plain(8) or step % 8 == 7 else 24
+        costs.observe(8, drafted, 0.045 * (1 + 0.06 * drafted))
+    found = costs.estimate(8)
+    assert found is not None
+    assert found.plain_s == pytest.approx(0.045, rel=0.1)
+    assert found.extra(24) == pytest.approx(24 * 0.06, rel=0.2)

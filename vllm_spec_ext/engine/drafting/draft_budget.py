@@ -6,8 +6,9 @@ what verification and drafting add to a plain step; a step without drafts costs 
 takes to read the new tokens. Over no 200 steps more may be lost than ``_LIMIT`` plain steps, in a
 fresh engine less: a draft is allowed if that holds even when all of it is rejected.
 
-How much of what may still be lost is put at stake follows what drafts earned lately. Where they
-lose, and in a fresh engine, none are verified; the proposer is asked for *shadow* drafts now and
+How much of what may still be lost is put at stake, and how soon it is given back, follows what
+drafts earned lately and in the long run (:mod:`.gain_record`). Where they lose, and in a fresh
+engine, none are verified; the proposer is asked for *shadow* drafts now and
 then (:mod:`.shadow_drafts`), which show what they would have earned without the cost of
 verification. The less may still be lost, the surer a proposer must be of a token. Where they lose,
 the proposer *rests*, too: it reads the new tokens of several steps at once.
@@ -19,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_spec_ext.engine.drafting.branch_cost import BranchCost
+from vllm_spec_ext.engine.drafting.gain_record import GainRecord
 from vllm_spec_ext.engine.drafting.loss_window import NUM_STEPS, LossWindow
 from vllm_spec_ext.engine.drafting.step_costs import CostEstimate, StepCosts
 
@@ -28,15 +30,12 @@ _FIRST_LIMIT = 0.6  # the same of a fresh engine
 _FIRST_STEPS = 50
 _SAME_UNIT = 0.8  # plain times whose ratio is nearer to one count alike
 _CAUTION = 1.5  # standard errors that estimated costs are raised by
-# Weight of the last step with drafts in what drafts earned lately: the least, and where drafting
-# itself is dear, as it is lost in any case.
-_LATELY, _LATELY_DEAR = 0.07, 0.15
-_TRUSTED = 0.45  # plain steps a step: of what drafts earned lately, what counts once they fail
 _AMPLE = 0.6  # of the limit; with less, drafts must be surer
 _SURE = 0.4
 _AT_ONCE = 0.3  # of what is at stake, the part that one step may lose if drafts earn nothing
 _DOUBT = 0.1  # plain steps a step: loss from which on nothing is put at stake
-_RETURN = 0.2  # of what shadow drafts earned lately, a step: how soon a method that earns is back
+# Of what drafts earned lately, and of what they earn for sure, a step: how soon a method is back.
+_RETURN, _SURE_RETURN = 0.2, 0.4
 _RETURNED = 0.6  # plain steps: up to there
 _SHADOW = 0.002  # plain steps a step: what shadow drafts may cost
 _SAVED_SHADOW = 0.2  # plain steps: of that, what is saved up for dear ones, and a fresh engine has
@@ -120,8 +119,7 @@ class DraftBudget:
         self._may_draft = self._is_shadow = False
         self._since_plain = 0
         self._asked_plain = 0
-        self._gain = 0.0  # running mean of what a step with drafts earns, drafting included
-        self._num_gains = 0
+        self._gains = GainRecord()
         self._shadow = _SAVED_SHADOW
         self._emitted = self._requests = self._verified = 0.0  # running sums
 
@@ -186,9 +184,10 @@ class DraftBudget:
             cost = _careful(found, num_drafted) + self.branches.extra(num_branches)
             gain = num_emitted / num_requests - 1.0 - cost
             self._window.add(gain)
-            self._learn(gain, self._usual_drafting(num_requests, found.plain_s))
-        elif self.balance < _RETURNED and self._gain > 0.0:
-            self._window.add(min(_RETURN * self._gain, _RETURNED - self.balance))
+            drafting = self._usual_drafting(num_requests, found.plain_s)
+            self._gains.add(gain - drafting, drafting)
+        elif self.balance < _RETURNED:
+            self._window.add(min(self._coming_back, _RETURNED - self.balance))
 
     def _observe_costs(
         self, num_requests: int, num_drafted: int, num_branches: int, seconds: float
@@ -213,7 +212,8 @@ class DraftBudget:
         found = self.costs.estimate(num_requests)
         if num_drafted and found is not None:
             drafting = self._usual_drafting(num_requests, found.plain_s)
-            self._learn(num_accepted / num_requests - found.extra(num_drafted), drafting)
+            gain = num_accepted / num_requests - found.extra(num_drafted) - drafting
+            self._gains.add(gain, drafting)
 
     def drafted(self, seconds: Mapping[str, float]) -> None:
         """Count what drafting took after that, by method; the step is over."""
@@ -310,7 +310,7 @@ class DraftBudget:
         branch = self.branches.extra(1) * value
         missing = max(0.0, 1.0 - self.balance / (_AMPLE * self._limit))
         probability = break_even + (1.0 - break_even) * _SURE * missing
-        interval = min(_SELDOM, max(_OFTEN, int(200 * self._gain)))
+        interval = min(_SELDOM, max(_OFTEN, int(200 * self._gains.lately)))
         if self._since_plain >= interval:
             self._since_plain = 0
             return Allowance(0, probability, "a plain step, to compare with", fixed, branch)
@@ -319,20 +319,20 @@ class DraftBudget:
         least = self._least(found, num_requests, total, drafting)
         price = _careful(found, least) + drafting
         state = f"balance {self.balance:.2f} plain steps"
-        stake = self.balance * min(1.0, max(0.0, 1.0 + self._gain / _DOUBT))
+        stake = self.balance * min(1.0, max(0.0, 1.0 + self._hoped / _DOUBT))
         can_shadow = self._shadow >= self._shadow_price(num_requests)
-        if can_shadow and (self._num_gains < _FIRST_SHADOWS or price > stake):
-            why = "a fresh engine" if self._num_gains < _FIRST_SHADOWS else "drafts lost time"
+        if can_shadow and (self._gains.num_steps < _FIRST_SHADOWS or price > stake):
+            why = "a fresh engine" if self._gains.num_steps < _FIRST_SHADOWS else "drafts lost time"
             # Nothing is at stake: only what is drafted tells the proposer how sure it may be.
             return Allowance(None, break_even, f"{why}; {state}", fixed, branch, is_shadow=True)
         if price > stake:
             why = f"drafts lost time; {state}, {least} tokens too many"
             # What they earned comes back by itself, if reading on does not cost more.
-            comes_back = _RETURN * self._gain > self._usual_idle / found.plain_s
+            comes_back = self._coming_back > self._usual_idle / found.plain_s
             rests = self._resting is not None and not comes_back
             return Allowance(0, probability, why, may_rest=rests)
         # Drafts that earn little and vary much would lose it all in one step, and then stand still.
-        at_once = stake * min(1.0, _AT_ONCE + max(0.0, self._gain))
+        at_once = stake * min(1.0, _AT_ONCE + max(0.0, self._gains.lately))
         if _careful(found, total) + drafting <= at_once:
             return Allowance(None, probability, state, fixed, branch)
         affordable = max(least, self._affordable(found, total, at_once - drafting))
@@ -343,13 +343,16 @@ class DraftBudget:
         self._requests = 0.97 * self._requests + num_requests
         self._verified = 0.97 * self._verified + num_drafted
 
-    def _learn(self, gain: float, drafting: float) -> None:
-        gain -= drafting
-        # Neither what was earned nor what was lost before outweighs what is seen now for long.
-        before = min(self._gain, _TRUSTED) if gain < 0.0 else max(self._gain, -3 * _DOUBT)
-        self._num_gains += 1
-        weight = min(_LATELY_DEAR, max(_LATELY, drafting))
-        self._gain = before + max(weight, 1.0 / self._num_gains) * (gain - before)
+    @property
+    def _coming_back(self) -> float:
+        """Plain steps a step: what a method that earns may lose again."""
+        sure = _SURE_RETURN * self._gains.lasting if self._num_steps >= _FIRST_STEPS else 0.0
+        return max(0.0, _RETURN * self._gains.lately, sure)
+
+    @property
+    def _hoped(self) -> float:
+        """Plain steps a step that drafts may earn; a fresh engine hopes for nothing."""
+        return self._gains.lately if self._num_steps < _FIRST_STEPS else self._gains.hoped
 
     def _count_in(self, num_requests: int, plain_s: float) -> None:
         """Go over to plain steps of another length, where another batch size has one.

@@ -21,6 +21,7 @@ _FIRST_NOISE = 0.12  # spread of one step's time, relative, until it is measured
 _DRIFT = 0.005  # what the machine's speed changes in a step, relative
 _OVERHEAD_DRIFT = 0.0005  # the same for the overhead of a step with drafts, in plain steps
 _TOKEN_DRIFT = 0.001  # and for the cost of a token, relative to itself
+_LEAST_DRIFTING = 0.02  # a token in plain steps: one that costs less drifts as much
 _FIRST_TOKEN_COST = 0.05  # a draft token in plain steps, before one was measured; high on purpose
 _ENOUGH = 0.11  # relative error of the plain time below which payoffs can be told
 _OUTLIER = 5.0  # standard deviations
@@ -127,8 +128,11 @@ class _SizeClass:
             if self._outliers[has_drafts] < _JUMP:
                 return
         if abs(surprise) > _OUTLIER:
-            # Slower for good, or faster, which no pause can feign: forget how fast it was.
+            # Slower for good, or faster, which no pause can feign: forget how fast it was. Where
+            # there are drafts it may be them; the next plain step tells.
             self._add_covariance(((seconds - expected) / expected) ** 2, self.state)
+            if has_drafts:
+                self.covariance[2][2] += ((seconds - expected) / num_drafted) ** 2
             covariances = self._covariance_with(row)
             spread = math.sqrt(_dot(row, covariances) + (self._noise * expected) ** 2)
             surprise = (seconds - expected) / spread
@@ -160,7 +164,8 @@ class _SizeClass:
         self.updated = now
         self._add_covariance(elapsed * _DRIFT**2, self.state)
         self.covariance[1][1] += elapsed * (_OVERHEAD_DRIFT * self.state[0]) ** 2
-        self.covariance[2][2] += elapsed * (_TOKEN_DRIFT * self.state[2]) ** 2
+        token = max(self.state[2], _LEAST_DRIFTING * self.state[0])
+        self.covariance[2][2] += elapsed * (_TOKEN_DRIFT * token) ** 2
 
 
 class StepCosts:
@@ -241,12 +246,14 @@ class StepCosts:
         more = num_requests - known.num_requests
         plain = old + more * (known.state[2] + known.state[3])
         plain = min(bounds[1], max(bounds[0], plain))
-        token = max(0.0, known.state[2])
+        # Rows that fill a core up cost nothing, further ones do: more requests, dearer tokens.
+        first = plain * min(_FIRST_TOKEN_COST, 0.5 / num_requests)
+        token = max(known.state[2], 0.6 * first if more > 0 else 0.0)
         state = (plain, known.state[1] * plain / old, token, 0.0)
         errors = (
             (0.15 + 0.1 * abs(nearest - key)) * plain,
             0.05 * plain,
-            0.5 * token + 0.1 * plain * min(_FIRST_TOKEN_COST, 0.5 / num_requests),
+            0.5 * max(token, first),
             0.2 * plain / num_requests,
         )
         return _SizeClass(num_requests, state, errors, self._now)
