@@ -27,8 +27,9 @@ class LikeliestTokens:
             logits: [num_rows, vocab]; not modified.
             count: Of tokens.
         """
-        best, tokens = logits.topk(min(count, logits.shape[-1]), dim=-1)
-        return cls(tokens, (best.float() - logits.float().logsumexp(-1, keepdim=True)).exp())
+        tokens = logits.topk(min(count, logits.shape[-1]), dim=-1).indices
+        # One pass each over the logits: on a CPU faster than a logsumexp of these.
+        return cls(tokens, logits.softmax(-1, dtype=torch.float32).gather(-1, tokens))
 
     def of_requests(
         self,
