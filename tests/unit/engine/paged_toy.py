@@ -163,16 +163,25 @@ class ToyBlocks(ToyModel):
     def __init__(self, seed: int, num_blocks: int = 0, block_size: int = 1) -> None:
         super().__init__(seed, num_blocks, block_size)
         self.target_rows: dict[int, Floats] = {}
+        self.waiting: list[tuple[Floats, Any]] = []  # context of rows, and their slots
+        self.num_written = 0  # passes
 
     def begin_step(self, step: "ToyStep") -> None:
         self.target_rows = {row: target_state(read) for row, read in step.target_rows.items()}
 
-    def write_context(self, plan: ContextRows) -> None:
-        states = np.stack([self.target_rows[int(state)] for state in plan.states])
-        context = self._context(states, plan.positions)
+    def write_context(self, plan: ContextRows, wait: bool = False) -> None:
+        if len(plan.states):
+            states = np.stack([self.target_rows[int(state)] for state in plan.states])
+            self.waiting.append((self._context(states, plan.positions), plan.slots))
+        if wait:
+            return
+        self.num_written += 1
+        context, slots = map(np.concatenate, zip(*self.waiting, strict=True))
+        self.waiting.clear()
+        assert len(set(slots.tolist())) == len(slots)  # one pass writes them in any order
         for layer in range(LAYERS):
-            self.keys[layer, plan.slots] = context @ self.key[layer]
-            self.values[layer, plan.slots] = context @ self.value[layer]
+            self.keys[layer, slots] = context @ self.key[layer]
+            self.values[layer, slots] = context @ self.value[layer]
 
     def run_blocks(self, plan: BlockPass) -> BlockOutput:
         rows = plan.rows

@@ -25,7 +25,7 @@ MASK, SLOTS, MAX_LEN = VOCAB - 1, 5, 32
 
 def block_model(toy: Any, scratch: int = SCRATCH) -> BlockModel:
     settings = BlockSettings(BlockFacts(SLOTS), MASK, False, VOCAB)
-    model = BlockModel("toy", toy, settings, MAX_LEN)
+    model = BlockModel("toy", toy, settings, MAX_LEN, may_wait=True)
     model.bind(BLOCKS, BLOCK, range(BLOCKS, BLOCKS + scratch))
     return model
 
@@ -140,6 +140,14 @@ def test_every_slot_equals_a_dense_computation(seed: int) -> None:
     assert simulation.model.scratch.most_used > 1
 
 
+def test_where_little_is_drafted_states_wait_and_nothing_is_missing() -> None:
+    simulation = Simulation(0, skip=0.9).run(600)
+    assert simulation.wrong == simulation.refused == 0
+    assert simulation.slots > 100
+    assert simulation.scheduler.num_hits > 20
+    assert simulation.scheduler.num_preempted > 2
+
+
 def drafts_stay(patch: pytest.MonkeyPatch) -> None:
     """Rows of a block count as context."""
     original = BlockModel._block
@@ -163,6 +171,11 @@ def steps_are_skipped(patch: pytest.MonkeyPatch) -> None:
         "end_step",
         lambda self, could_draft: self.scratch.free_all(),
     )
+
+
+def blocks_change_hands_meanwhile(patch: pytest.MonkeyPatch) -> None:
+    """What waits is written when their next requests have written theirs."""
+    patch.setattr(BlockModel, "settle", lambda self: None)
 
 
 def nothing_is_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -196,6 +209,7 @@ def scratch_is_shared(patch: pytest.MonkeyPatch) -> None:
     [
         drafts_stay,
         steps_are_skipped,
+        blocks_change_hands_meanwhile,
         nothing_is_forgotten,
         blocks_keep_their_marks,
         rows_see_what_is_before,
@@ -206,7 +220,11 @@ def test_what_is_wrong_is_found_out(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    simulation = Simulation(1).run(100)
+    simulation = Simulation(1, skip=0.6)
+    try:
+        simulation.run(300)
+    except AssertionError:  # the toy's own: KV of two tokens in one place
+        return
     assert simulation.wrong + simulation.refused > 0
 
 
@@ -247,6 +265,25 @@ def test_a_request_with_a_gap_gets_no_drafts_and_others_do() -> None:
     model.end_step(True)
     assert model.counts.forwards == 1
     assert model.counts.rows == 5 + 4
+
+
+@pytest.mark.parametrize(("may_wait", "passes"), [(True, 3), (False, 20)])
+def test_steps_without_drafts_share_a_pass(may_wait: bool, passes: int) -> None:
+    toy = with_states()
+    model = BlockModel(
+        "toy", toy, BlockSettings(BlockFacts(SLOTS), MASK, False, VOCAB), 64, may_wait=may_wait
+    )
+    model.bind(BLOCKS, BLOCK, range(BLOCKS, BLOCKS + SCRATCH))
+    tokens = [1, 2, 3]
+    for computed in range(1, 21):
+        model.begin_step([batch_row(tokens, computed - (computed == 1), [*range(3, 12)])])
+        model.end_step(True)
+        tokens.append(computed % VOCAB)
+    model.settle()
+    assert toy.num_written == passes
+    assert model.counts.rows == 21
+    model.settle()
+    assert toy.num_written == passes
 
 
 def test_blocks_that_are_hit_in_the_step_that_fills_them() -> None:

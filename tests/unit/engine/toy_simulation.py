@@ -191,6 +191,8 @@ class Simulation(ABC):
 
 def update(model: HostedModel | BlockModel, events: BlockEvents) -> None:
     """As the host does it."""
+    if isinstance(model, BlockModel) and (events.gone or events.copied or events.entered):
+        model.settle()
     model.forget(events.gone)
     model.blocks.copied(events.copied)
     for blocks in events.allocated:

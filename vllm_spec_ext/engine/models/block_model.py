@@ -2,8 +2,10 @@
 """One block drafter with its books: which of its context's KV is there; without vLLM.
 
 Its KV of position i is made of the target's hidden state of token i, so it exists as soon as the
-target has read that token, and can only be made in that step. All rows of all requests are written
-in every step, drafts or not; a request that lacks some gets no drafts. The rows of a
+target has read that token, and that state is there in that step alone. So all rows of all requests
+are written, drafts or not; a request that lacks some gets no drafts. Where nothing is drafted the
+states of a few steps wait, and their KV is made at once, before anybody drafts or blocks change
+hands: a pass over few rows takes as long as one over many. The rows of a
 block lie behind the context and are never kept: the next step writes the context there.
 """
 
@@ -43,8 +45,8 @@ class BlockOutput(NamedTuple):
 class BlockRunner(Protocol):
     """Computes what :class:`BlockModel` decides."""
 
-    def write_context(self, plan: ContextRows) -> None:
-        """Make KV of the target's states."""
+    def write_context(self, plan: ContextRows, wait: bool = False) -> None:
+        """Make KV of the target's states, or keep them until the next ones that do not wait."""
 
     def run_blocks(self, plan: BlockPass) -> BlockOutput:
         """Candidates of each wanted row."""
@@ -63,11 +65,20 @@ class BlockSettings:
     num_ids: int  # its vocabulary
 
 
+_MOST_WAITING = 7  # steps
+
+
 class BlockModel:
     """Implements :class:`vllm_spec_ext.proposers.models.BlockDrafter`."""
 
     def __init__(
-        self, name: str, runner: BlockRunner, settings: BlockSettings, max_model_len: int
+        self,
+        name: str,
+        runner: BlockRunner,
+        settings: BlockSettings,
+        max_model_len: int,
+        *,
+        may_wait: bool,
     ) -> None:
         """Without KV; :meth:`bind` gives it some.
 
@@ -76,6 +87,8 @@ class BlockModel:
             runner: Its passes.
             settings: Of its checkpoint.
             max_model_len: Most tokens of a request with its draft.
+            may_wait: States of several steps may wait; not with other ranks, which have to be told
+                and listen after a step only.
         """
         self.name = name
         self.facts = settings.facts
@@ -89,6 +102,8 @@ class BlockModel:
         self._known: dict[str, int] = {}  # leading positions that are there; they stay
         self._rows: Mapping[str, BatchRow] = {}
         self._is_written = False
+        self._may_wait = may_wait
+        self._num_waiting = 0  # steps
 
     # -- the engine's side ------------------------------------------------------------------------
 
@@ -105,6 +120,12 @@ class BlockModel:
         self.scratch = Scratch(scratch)
         self._known.clear()
 
+    def settle(self) -> None:
+        """Blocks are about to change hands: write what waits."""
+        if self._num_waiting:
+            nothing = np.empty(0, np.int64)
+            self._write(ContextRows(nothing, nothing, nothing))
+
     def begin_step(self, rows: Sequence[BatchRow]) -> None:
         """The target ran these rows."""
         # A request that found blocks in the prefix cache comes behind one that fills these in the
@@ -116,7 +137,8 @@ class BlockModel:
 
     def end_step(self, could_draft: bool) -> None:
         """Drafting is over: write the context if nothing was drafted, and free what lay behind."""
-        self._write_context()
+        can_wait = self._may_wait and self._num_waiting < _MOST_WAITING
+        self._write_context(wait=can_wait and not any(r.is_prefill for r in self._rows.values()))
         self.scratch.free_all()
         self._rows = {}
 
@@ -179,8 +201,8 @@ class BlockModel:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _write_context(self) -> None:
-        """KV of everything that the target read in this step."""
+    def _write_context(self, wait: bool = False) -> None:
+        """KV of everything that the target read in this step, and of what waits."""
         if self._is_written:
             return
         self._is_written = True
@@ -191,18 +213,26 @@ class BlockModel:
                 parts.append(part)
                 num_prompt_rows += len(part.tokens) if row.is_prefill else 0
         if not parts:
+            if not wait:
+                self.settle()
             return
         plan = lay_out_context(parts, self._block_size)
+        seconds = self._write(plan, wait)
+        self.prompt_seconds += seconds * num_prompt_rows / len(plan.positions)
+
+    def _write(self, plan: ContextRows, wait: bool = False) -> float:
+        """Seconds that it took."""
         started = time.perf_counter()
+        self._num_waiting = self._num_waiting + 1 if wait else 0
         try:
-            self._runner.write_context(plan)
+            self._runner.write_context(plan, wait)
         except BaseException:
             self.blocks.clear()  # some of it was marked as filled
             self._known.clear()
             raise
         seconds = time.perf_counter() - started
-        self.prompt_seconds += seconds * num_prompt_rows / len(plan.positions)
         self._count(0, len(plan.positions), seconds)
+        return seconds
 
     def _context_part(self, row: BatchRow) -> Part | None:
         """What to write of a request; marks it as filled. None: nothing, or it has a gap."""

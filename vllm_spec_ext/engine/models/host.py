@@ -100,7 +100,9 @@ class ModelHost:
                 )
                 self.paged.append(blocks)
                 block_runner: Any = blocks if ranks.is_alone else SharedModel(ranks, index, blocks)
-                self.block_models.append(_block_model(config, config.dflash, block_runner))
+                self.block_models.append(
+                    _block_model(config, config.dflash, block_runner, may_wait=ranks.is_alone)
+                )
             else:
                 paged = (
                     load(vllm_config, own, index, device)
@@ -134,6 +136,9 @@ class ModelHost:
 
     def update(self, events: BlockEvents) -> None:
         """Blocks change hands, before a step runs."""
+        if events.gone or events.copied or events.entered:
+            for block_model in self.block_models:
+                block_model.settle()
         for model in self._all:
             model.forget(events.gone)
             model.blocks.copied(events.copied)
@@ -178,7 +183,9 @@ class ModelHost:
         return sum(model.prompt_seconds for model in self._all)
 
 
-def _block_model(config: DraftConfig, facts: DFlashFacts, runner: Any) -> BlockModel:
+def _block_model(
+    config: DraftConfig, facts: DFlashFacts, runner: Any, *, may_wait: bool
+) -> BlockModel:
     assert facts.mask_token_id is not None  # dflash_checks.py
     settings = BlockSettings(facts.block_facts, facts.mask_token_id, facts.causal, facts.vocab_size)
-    return BlockModel(config.name, runner, settings, config.max_model_len)
+    return BlockModel(config.name, runner, settings, config.max_model_len, may_wait=may_wait)

@@ -62,6 +62,7 @@ class PagedBlocks(PagedModel):
         self._guesses: torch.Tensor | None = None  # [num_rows, hidden] of the current pass
         self._vocab_size = vocab_size
         self._states: Sequence[torch.Tensor] = ()
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._current: BlockPass | None = None
         listed = extras.draft_vocab
         self._logits = DraftLogits(target, listed, vocab_size, packed_projection)
@@ -82,14 +83,19 @@ class PagedBlocks(PagedModel):
         self._finals = finals
 
     @torch.inference_mode()
-    def write_context(self, plan: ContextRows) -> None:
-        """Make KV of the target's states."""
-        rows = self._on_device(plan.states)
-        states = torch.cat([state[rows] for state in self._states], dim=-1)
+    def write_context(self, plan: ContextRows, wait: bool = False) -> None:
+        """Make KV of the target's states, or keep them until the next ones that do not wait."""
+        if len(plan.states):
+            rows = self._on_device(plan.states)
+            states = torch.cat([state[rows] for state in self._states], dim=-1)  # copies
+            places = self._on_device(plan.positions), self._on_device(plan.slots)
+            self._waiting.append((states, *places))
+        if wait:
+            return
+        waiting, self._waiting = self._waiting, []
+        states, positions, slots = map(torch.cat, zip(*waiting, strict=True))
         self.module.precompute_and_store_context_kv(
-            self.module.combine_hidden_states(states),
-            self._on_device(plan.positions),
-            self._on_device(plan.slots),
+            self.module.combine_hidden_states(states), positions, slots
         )
 
     @torch.inference_mode()

@@ -102,8 +102,9 @@ class SharedModel:
         """See :meth:`.paged_model.PagedModel.forward`."""
         return self._ranks.work_together(RunPass(self._index, plan))
 
-    def write_context(self, plan: ContextRows) -> None:
-        """See :meth:`.paged_blocks.PagedBlocks.write_context`."""
+    def write_context(self, plan: ContextRows, wait: bool = False) -> None:
+        """See :meth:`.paged_blocks.PagedBlocks.write_context`; nothing waits here."""
+        assert not wait
         self._ranks.work_together(WriteContext(self._index, plan))
 
     def run_blocks(self, plan: BlockPass) -> "BlockOutput":
