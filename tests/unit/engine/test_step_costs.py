@@ -169,3 +169,20 @@ def test_drafts_that_cost_far_more_than_expected_do_not_make_the_machine_slow() 
     assert found is not None
     assert found.plain_s == pytest.approx(0.045, rel=0.1)
     assert found.extra(24) == pytest.approx(24 * 0.06, rel=0.2)
+
+
+def test_what_drafts_cost_beside_another_program_is_not_believed_for_ever() -> None:
+    costs, rng = StepCosts(), random.Random(0)
+    for step in range(150):
+        drafted = 0 if step < 3 or step % 4 == 0 else 4
+        busy = rng.uniform(1, 5) if drafted and step > 50 else 1.0
+        costs.observe(1, drafted, 0.04 * (1 + 0.03 * drafted) * busy)
+    before = costs.estimate(1)
+    assert before is not None
+    assert before.extra(4) > 0.5
+    for _ in range(900):  # nothing is verified as long as it seems to be so dear
+        costs.observe(1, 0, 0.04)
+    after = costs.estimate(1)
+    assert after is not None
+    assert after.extra(4) < 0.4 * before.extra(4)
+    assert after.plain_s == pytest.approx(0.04, rel=0.02)

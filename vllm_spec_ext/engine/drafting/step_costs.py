@@ -23,6 +23,8 @@ _OVERHEAD_DRIFT = 0.0005  # the same for the overhead of a step with drafts, in 
 _TOKEN_DRIFT = 0.001  # and for the cost of a token, relative to itself
 _LEAST_DRIFTING = 0.02  # a token in plain steps: one that costs less drifts as much
 _FIRST_TOKEN_COST = 0.05  # a draft token in plain steps, before one was measured; high on purpose
+_LONG = 100  # steps without drafts from which on what they cost is doubted
+_FADE = 0.002  # of what they cost beyond the first guess, a step: how soon it is forgotten
 _ENOUGH = 0.11  # relative error of the plain time below which payoffs can be told
 _OUTLIER = 5.0  # standard deviations
 _CLIP = 2.5
@@ -86,6 +88,7 @@ class _SizeClass:
             self.covariance[i][i] = error * error
         self.updated = now
         self.num_measured = 0
+        self._since_drafts = 0  # steps
         self._outliers = [0, 0]  # in a row, of plain steps and of those with drafts
         self._noise = _FIRST_NOISE
 
@@ -132,12 +135,16 @@ class _SizeClass:
             # there are drafts it may be them; the next plain step tells.
             self._add_covariance(((seconds - expected) / expected) ** 2, self.state)
             if has_drafts:
-                self.covariance[2][2] += ((seconds - expected) / num_drafted) ** 2
+                most = _first_token(self.num_requests) * self.state[0]
+                self.covariance[2][2] += min(most, abs(seconds - expected) / num_drafted) ** 2
             covariances = self._covariance_with(row)
             spread = math.sqrt(_dot(row, covariances) + (self._noise * expected) ** 2)
             surprise = (seconds - expected) / spread
         self._outliers[has_drafts] = 0
         self.num_measured += has_drafts
+        self._since_drafts = 0 if has_drafts else self._since_drafts + 1
+        if self._since_drafts > _LONG:
+            self._doubt_dear_drafts()
         surprise = min(_CLIP, max(-2 * _CLIP, surprise))
         self._noise *= math.sqrt(0.96 + 0.04 * min(surprise**2, _CLIP**2))
         self._noise = min(0.2, max(0.02, self._noise))
@@ -159,6 +166,17 @@ class _SizeClass:
             for i in range(4):
                 line[i] += scaled * direction[i]
 
+    def _doubt_dear_drafts(self) -> None:
+        """There were no drafts for long: what they cost beside another program may be over."""
+        plain, overhead, token, request = self.state
+        excess = max(0.0, token - _first_token(self.num_requests) * plain)
+        self.state = (
+            plain,
+            min(overhead, (1.0 - _FADE) * overhead),
+            token - _FADE * excess,
+            request + _FADE * excess,  # what a request more costs is known better
+        )
+
     def _drift(self, now: int) -> None:
         elapsed = max(1, now - self.updated)
         self.updated = now
@@ -166,6 +184,11 @@ class _SizeClass:
         self.covariance[1][1] += elapsed * (_OVERHEAD_DRIFT * self.state[0]) ** 2
         token = max(self.state[2], _LEAST_DRIFTING * self.state[0])
         self.covariance[2][2] += elapsed * (_TOKEN_DRIFT * token) ** 2
+
+
+def _first_token(num_requests: int) -> float:
+    """Guess of what a draft token costs, in plain steps."""
+    return min(_FIRST_TOKEN_COST, 0.5 / num_requests)
 
 
 class StepCosts:
@@ -226,7 +249,7 @@ class StepCosts:
         first.append(seconds)
         if len(first) == _FIRST_STEPS:
             plain = statistics.median(first)
-            token = plain * min(_FIRST_TOKEN_COST, 0.5 / num_requests)
+            token = plain * _first_token(num_requests)
             errors = (0.8 * _FIRST_NOISE * plain, 0.05 * plain, token, 0.2 * plain / num_requests)
             state = (plain, 0.0, token, 0.0)
             self._classes[key] = _SizeClass(num_requests, state, errors, self._now)
@@ -247,7 +270,7 @@ class StepCosts:
         plain = old + more * (known.state[2] + known.state[3])
         plain = min(bounds[1], max(bounds[0], plain))
         # Rows that fill a core up cost nothing, further ones do: more requests, dearer tokens.
-        first = plain * min(_FIRST_TOKEN_COST, 0.5 / num_requests)
+        first = plain * _first_token(num_requests)
         token = max(known.state[2], 0.6 * first if more > 0 else 0.0)
         state = (plain, known.state[1] * plain / old, token, 0.0)
         errors = (
