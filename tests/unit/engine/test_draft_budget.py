@@ -375,3 +375,16 @@ def test_text_that_nothing_predicts_loses_at_most_two_percent(batch: int, rests:
         )
         assert run.lowest(200) >= 0.98
         assert run.ratio(0, 1200) >= 0.985
+
+
+def test_a_first_draft_that_takes_long_is_soon_forgotten() -> None:
+    budget, made = DraftBudget(), 0
+    while made < 4:
+        budget.verified(1, 0, 1, 0.03)
+        allowance = budget.allow([4])
+        if allowance.max_tokens == 0:
+            budget.drafted({"method": 0.0})
+            continue
+        made += 1  # the first one finds its buffers and caches
+        budget.drafted({"method": 0.03 if made == 1 else 0.003})
+    assert budget._usual_drafting(1, 0.03) < 0.16  # plain steps; it is 0.1

@@ -43,6 +43,7 @@ _FIRST_SHADOWS = 6  # steps with shadow drafts before the first ones are verifie
 _RESTS = 7  # steps in a row whose tokens are read later
 
 _FIRST_DRAFTING = 0.1  # drafting of a step in plain steps, before it was measured
+_FIRST_USUAL = 0.25  # plain steps: the most that a first drafting is taken for
 _PAUSE = 4.0  # times the usual drafting time; the rest is a pause
 _FIRST_PAUSE = 0.5  # plain steps; the same before anything is usual
 
@@ -230,8 +231,11 @@ class DraftBudget:
             usual = self._drafting.get(key)
             pause = _FIRST_PAUSE * self._plain_s if usual is None else _PAUSE * usual
             counted = min(taken, max(pause, 0.01 * self._plain_s))
-            weight = 1.0 if usual is None else 0.2
-            self._drafting[key] = (1 - weight) * (usual or 0.0) + weight * counted
+            if usual is None:  # a first one finds its buffers and caches, and says little
+                self._drafting[key] = min(counted, _FIRST_USUAL * self._plain_s)
+            else:
+                weight = 0.4 if counted < usual else 0.2
+                self._drafting[key] = usual + weight * (counted - usual)
             if not self._is_shadow:
                 self._window.add(-max(0.0, counted - self._least_idle) / self._plain_s)
         if not self._may_draft or self._is_shadow:
