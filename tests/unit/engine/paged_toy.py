@@ -178,7 +178,8 @@ class ToyBlocks(ToyModel):
         self.num_written += 1
         context, slots = map(np.concatenate, zip(*self.waiting, strict=True))
         self.waiting.clear()
-        assert len(set(slots.tolist())) == len(slots)  # one pass writes them in any order
+        # One pass writes them in any order.
+        assert len(set(slots.tolist())) == len(slots), "KV of two tokens in one place"
         for layer in range(LAYERS):
             self.keys[layer, slots] = context @ self.key[layer]
             self.values[layer, slots] = context @ self.value[layer]

@@ -191,7 +191,7 @@ class Simulation(ABC):
 
 def update(model: HostedModel | BlockModel, events: BlockEvents) -> None:
     """As the host does it."""
-    if isinstance(model, BlockModel) and (events.gone or events.copied or events.entered):
+    if isinstance(model, BlockModel) and events.change_hands:
         model.settle()
     model.forget(events.gone)
     model.blocks.copied(events.copied)

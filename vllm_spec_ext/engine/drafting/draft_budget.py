@@ -8,10 +8,10 @@ fresh engine less: a draft is allowed if that holds even when all of it is rejec
 
 How much of what may still be lost is put at stake, and how soon it is given back, follows what
 drafts earned lately and in the long run (:mod:`.gain_record`). Where they lose, and in a fresh
-engine, none are verified; the proposer is asked for *shadow* drafts now and
-then (:mod:`.shadow_drafts`), which show what they would have earned without the cost of
-verification. The less may still be lost, the surer a proposer must be of a token. Where they lose,
-the proposer *rests*, too: it reads the new tokens of several steps at once.
+engine, none are verified; the proposer is asked for *shadow* drafts now and then
+(:mod:`.shadow_drafts`), which show what they would have earned without the cost of verification.
+The less may still be lost, the surer a proposer must be of a token. Where they lose, the proposer
+*rests*, too: it reads the new tokens of several steps at once.
 
 No clock here: times are given.
 """

@@ -26,6 +26,11 @@ class BlockEvents:
     """All blocks of a request that came or came back, and its computed tokens: what lies behind
     these was allocated just now, what lies in front was found in the prefix cache."""
 
+    @property
+    def change_hands(self) -> bool:
+        """Whether blocks that somebody used may be another's now, or are copied."""
+        return bool(self.gone or self.copied or self.entered)
+
 
 def block_events(
     scheduler_output: "SchedulerOutput", gone: Sequence[str], group: int

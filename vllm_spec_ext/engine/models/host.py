@@ -136,7 +136,7 @@ class ModelHost:
 
     def update(self, events: BlockEvents) -> None:
         """Blocks change hands, before a step runs."""
-        if events.gone or events.copied or events.entered:
+        if events.change_hands:
             for block_model in self.block_models:
                 block_model.settle()
         for model in self._all:
