@@ -16,6 +16,7 @@ from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 from vllm_spec_ext.engine.models.paged_model import PagedModel
 from vllm_spec_ext.engine.packed_projection import packed_projection
+from vllm_spec_ext.engine.top_columns import top_columns
 from vllm_spec_ext.proposers.blockwise.draft_logits import DraftLogits
 from vllm_spec_ext.proposers.nar.extras import Copies, SlotExtras, conditional_log_probs
 
@@ -112,7 +113,7 @@ class PagedBlocks(PagedModel):
         if logits is None:  # vLLM gives them to the first rank alone, which decides
             return BlockOutput(hidden.new_empty(0, 0).long(), hidden.new_empty(0, 0, 0))
         scores = self._preferring_copies(hidden, logits, plan).float()
-        best, places = scores.topk(min(plan.num_candidates, scores.shape[-1]), dim=-1)
+        best, places = top_columns(scores, plan.num_candidates)
         base = best - scores.logsumexp(dim=-1, keepdim=True)
         tokens = self._logits.tokens(places)
         if self._tables is None:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest entries of each row, by chunks of columns, against torch's own."""
+
+import pytest
+import torch
+
+from vllm_spec_ext.engine.top_columns import top_columns
+
+
+@pytest.mark.parametrize("num_columns", [3, 64, 1024, 4096, 4097, 5003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_topk(num_columns: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(num_columns)
+    scores = (torch.randn(6, num_columns, generator=draw) * 4).to(dtype)
+    before = scores.clone()
+    values, columns = top_columns(scores, 8)
+    expected = scores.topk(min(8, num_columns), dim=-1)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(scores.gather(1, columns), values)
+    assert all(len(set(row)) == len(row) for row in columns.tolist())
+    assert torch.equal(scores, before)
+
+
+def test_all_of_one_chunk_and_the_rest_that_fills_none() -> None:
+    scores = torch.zeros(2, 1000)
+    scores[0, 128:136] = torch.arange(1.0, 9.0)  # one chunk has them all
+    scores[1, 992:] = torch.arange(1.0, 9.0)  # behind the last whole chunk
+    _, columns = top_columns(scores, 8)
+    assert columns[0].tolist() == [*range(135, 127, -1)]
+    assert columns[1].tolist() == [*range(999, 991, -1)]
+
+
+def test_rows_may_be_a_part_of_wider_ones() -> None:
+    wide = torch.randn(4, 3000, generator=torch.Generator().manual_seed(1))
+    values, columns = top_columns(wide[:, 100:2500], 4)
+    expected = wide[:, 100:2500].topk(4, dim=-1)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(columns, expected.indices)
+
+
+def test_masked_columns_come_last() -> None:
+    scores = torch.full((1, 2000), -torch.inf)
+    scores[0, [5, 1999]] = torch.tensor([1.0, 2.0])
+    values, columns = top_columns(scores, 4)
+    assert columns[0, :2].tolist() == [1999, 5]
+    assert values[0, 2:].isneginf().all()
