@@ -37,7 +37,7 @@ class DraftLogits:
         self._target = target
         self._vocab_size = vocab_size
         self._ids = None if draft_vocab is None else draft_vocab.long()
-        whole = None if draft_vocab is None else _plain_projection(target, vocab_size)
+        whole = None if draft_vocab is None else plain_rows(target, vocab_size)
         self._project = None if whole is None else pack(whole[self._ids].contiguous())
 
     def __call__(self, states: Tensor) -> Tensor | None:
@@ -62,7 +62,7 @@ class DraftLogits:
         return whole.index_copy_(1, self._ids.to(distributions.device), distributions)
 
 
-def _plain_projection(target: Any, vocab_size: int) -> Tensor | None:
+def plain_rows(target: Any, vocab_size: int) -> Tensor | None:
     """[>= vocab_size, hidden_size] weights whose product with a state is its logits, or None."""
     head, processor = getattr(target, "lm_head", None), getattr(target, "logits_processor", None)
     weight = getattr(head, "weight", None)

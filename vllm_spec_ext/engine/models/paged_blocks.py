@@ -172,7 +172,7 @@ class PagedBlocks(PagedModel):
 
     def _slot_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, vocabulary or draft vocabulary]."""
-        logits = self.module.compute_logits(hidden) if self._place is None else self._logits(hidden)
+        logits = self._project(hidden) if self._place is None else self._logits(hidden)
         assert logits is not None  # vLLM gathers them on every rank
         return logits[:, : self._vocab_size]
 

@@ -8,6 +8,7 @@ attention, so any backend that is causal over block tables will do.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,10 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_spec_ext.engine.models.common_metadata import common_metadata
+from vllm_spec_ext.engine.models.draft_projection import quick_projection
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 from vllm_spec_ext.engine.trees.block_copies import copy_layer_blocks
+from vllm_spec_ext.proposers.records import Projection
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -69,7 +72,7 @@ class PagedModel:
             return torch.empty(0, 0)
         if len(plan.wanted) < plan.num_rows:
             hidden = hidden[self._on_device(plan.wanted)]
-        logits: torch.Tensor = self.module.compute_logits(hidden)
+        logits: torch.Tensor = self._project(hidden)
         if self._device.type != "cpu":
             # Its caller measures the time; what follows needs the tokens on the host anyway.
             torch.accelerator.synchronize(self._device)
@@ -103,6 +106,12 @@ class PagedModel:
         """Other weights, by their names in the checkpoint; packed again where the platform does."""
         with set_current_vllm_config(self.vllm_config):
             reload_weights(self.vllm_config, self.module, iter(weights), None, True)
+        self.__dict__.pop("_project", None)
+
+    @cached_property
+    def _project(self) -> Projection:
+        """Logits of states; made of the weights when first asked for."""
+        return quick_projection(self.module) or self.module.compute_logits
 
     def _run(self, plan: ForwardPass) -> torch.Tensor:
         """[num_rows, hidden] what logits are made of."""
