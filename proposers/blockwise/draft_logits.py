@@ -34,7 +34,7 @@ class DraftLogits:
             vocab_size: The target's.
             pack: The engine's, see ``EngineHandle.pack``.
         """
-        self._target = target
+        self._ask: Any = without_adapters(target, "compute_logits")
         self._vocab_size = vocab_size
         self._ids = None if draft_vocab is None else draft_vocab.long()
         whole = None if draft_vocab is None else plain_rows(target, vocab_size)
@@ -44,8 +44,7 @@ class DraftLogits:
         """Logits [n, m] of states [n, hidden_size]; None on ranks that vLLM gives none."""
         if self._project is not None:
             return self._project(states)
-        project: Any = without_adapters(self._target, "compute_logits")
-        logits: Tensor | None = project(states)
+        logits: Tensor | None = self._ask(states)
         if logits is None or self._ids is None:
             return logits
         return logits[:, self._ids.to(logits.device)]

@@ -6,6 +6,7 @@ With adapters the engine puts layers over both (vLLM 0.32 ``VocabParallelEmbeddi
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 _OVER = ("Embedding", "LogitsProcessor")
@@ -17,12 +18,16 @@ def without_adapters(target: Any, name: str) -> Callable[..., Any] | None:
     if method is None or not hasattr(target, "modules"):
         return method
 
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        wrapped = [
+    @cache  # by the first call the engine has wrapped what it will wrap; a walk takes half a ms
+    def wrapped_layers() -> list[Any]:
+        return [
             layer
             for layer in target.modules()
-            if hasattr(layer, "base_layer") and any(kind in type(layer).__name__ for kind in _OVER)
+            if any(kind in type(layer).__name__ for kind in _OVER) and hasattr(layer, "base_layer")
         ]
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        wrapped = wrapped_layers()
         for layer in wrapped:
             layer.forward = layer.base_layer.forward
         try:

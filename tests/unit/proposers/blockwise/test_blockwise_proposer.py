@@ -315,8 +315,8 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_no_logits_on_this_rank_means_no_draft(tmp_path: Path) -> None:
     target = StandInTarget()
-    proposer = start(target, save(tmp_path)[0])
     target.compute_logits = lambda hidden: None  # type: ignore[method-assign]
+    proposer = start(target, save(tmp_path)[0])
     assert len(proposer.propose(step(torch.randn(1, SIZE), [3]))[0]) == 0
 
 
