@@ -8,6 +8,7 @@ import pytest
 from generation import ALWAYS_DRAFT, count_preempted, run, run_with_aborts, tokens
 from scenarios import PROMPTS, SCENARIOS, Scenario
 
+from vllm_spec_ext.engine.row_padding import RowPadding
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import StepOutcome
 
@@ -111,6 +112,27 @@ def test_preemption(
     preempted = count_preempted(engine, monkeypatch)
     assert tokens(run(engine, scenario, [out[0] for out in expected])) == expected
     assert preempted
+
+
+@pytest.mark.parametrize("name", ["oracle", "oracle_tree", "noise"])
+@pytest.mark.parametrize("num_prompts", [1, 2, len(PROMPTS)])
+def test_rows_that_are_added_change_nothing(
+    name: str, num_prompts: int, plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = Scenario([{"max_tokens": 30, "logprobs": 2}], PROMPTS[:num_prompts])
+    expected = tokens(run(plain, scenario))
+    engine = make_engine(speculative_config=METHODS[name])
+    runner = runner_of(engine)
+    prepare, added = runner._preprocess, []
+
+    def counted(scheduler_output: Any, num_rows: int, *more: Any, **named: Any) -> Any:
+        added.append(num_rows - scheduler_output.total_num_scheduled_tokens)
+        return prepare(scheduler_output, num_rows, *more, **named)
+
+    monkeypatch.setattr(runner, "_preprocess", counted)
+    monkeypatch.setattr(runner, "row_padding", RowPadding([0, *[16] * 15]))
+    assert tokens(run(engine, scenario, [out[0] for out in expected])) == expected
+    assert max(added) > 0
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle_tree", "noise"])

@@ -133,6 +133,7 @@ CLASSES: tuple[Reads, ...] = (
             "rank": "int",
             "tensor_parallel_size": "int",
             "data_parallel_size": "int",
+            "world_size_across_dp": "int",
             "pipeline_parallel_size": "int",
             "decode_context_parallel_size": "int",
             "prefill_context_parallel_size": "int",
@@ -207,6 +208,12 @@ CLASSES: tuple[Reads, ...] = (
             "splitting_ops_contain_kv_cache_update": "Callable[[], bool]",
             "static_forward_context": "dict[str, Attention]",
         },
+    ),
+    Reads(
+        "vllm.forward_context",
+        "BatchDescriptor",
+        "a dataclass that says how many rows a step has",
+        {"num_tokens": "int"},
     ),
     Reads(
         "vllm.config.compilation",

@@ -21,6 +21,7 @@ from vllm_spec_ext.engine.models.kv_binding import KvParts
 from vllm_spec_ext.engine.models.target_states import default_layers
 from vllm_spec_ext.engine.requests.leaving import leaving_requests, let_go
 from vllm_spec_ext.engine.requests.state import KnownRequest, RequestState, RequestStates
+from vllm_spec_ext.engine.row_padding import RowPadding
 from vllm_spec_ext.engine.starting.kv_setup import add_scratch, use_scratch
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.step import Step
@@ -79,6 +80,7 @@ class SpecRunnerMixin:
         self.step_drafts = StepDrafts(self)
         self.step_log: StepLog | None = None
         self.is_warming_up = False  # the V1 runner makes up batches for that, not requests
+        self.row_padding: RowPadding | None = None
         # vLLM asks its target for hidden states of its layers if this is set.
         if self.drafter.models.reads_layers:
             self.use_aux_hidden_state_outputs = True
@@ -173,12 +175,15 @@ class SpecRunnerMixin:
             trees.begin(self.positions, table.slot_mapping.gpu)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        """A full CUDA graph has a fixed number of requests, so not with virtual ones."""
+        """A full CUDA graph has a fixed number of requests, so not with virtual ones; small steps
+        of a CPU have as many rows as are quickest."""
         determine = super()._determine_batch_execution_and_padding  # type: ignore[misc]
-        if self.tree_attention is None or self.tree_attention.plan is None:
-            return determine(*args, **kwargs)
-        with no_full_graph(self.cudagraph_dispatcher):
-            return determine(*args, **kwargs)
+        if self.tree_attention is not None and self.tree_attention.plan is not None:
+            with no_full_graph(self.cudagraph_dispatcher):
+                decision = determine(*args, **kwargs)
+        else:
+            decision = determine(*args, **kwargs)
+        return decision if self.row_padding is None else self.row_padding.pad(decision)
 
     def _sample(
         self, logits: torch.Tensor | None, spec_decode_metadata: "SpecDecodeMetadata | None"
