@@ -128,12 +128,13 @@ def linear_layers(model: torch.nn.Module) -> Iterator[Layer]:
     """
     for module in model.modules():
         product = getattr(module, "cpu_linear", None)
-        sizes = [getattr(module, f"{end}_size_per_partition", None) for end in ("input", "output")]
-        if product is None or not all(isinstance(size, int) for size in sizes):
+        num_inputs = getattr(module, "input_size_per_partition", None)
+        num_outputs = getattr(module, "output_size_per_partition", None)
+        if product is None or num_inputs is None or num_outputs is None:
             continue
         weight = module.weight
 
         def multiply(rows: torch.Tensor, product: Any = product, weight: Any = weight) -> Any:
             return product(rows, weight, None)
 
-        yield Layer(multiply, sizes[0], sizes[1], module.params_dtype)
+        yield Layer(multiply, num_inputs, num_outputs, module.params_dtype)
