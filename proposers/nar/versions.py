@@ -6,6 +6,7 @@ the very same weights where these make the context's keys and values of the targ
 """
 
 import json
+import pickle
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,8 @@ _PLAIN: Mapping[str, object] = {
     "quantization_config": None,
     "rope_scaling": None,
 }
+# Raised for damaged files, beside safetensors' own.
+_DAMAGED = (OSError, ValueError, KeyError, RuntimeError, struct.error, pickle.UnpicklingError)
 _FREE = ("torch_dtype", "dtype")  # of the files; what they hold is compared
 
 
@@ -107,7 +110,7 @@ def read_version(folder: Path) -> Version:
         if (folder / MASK_NAME).is_file():
             given = torch.load(folder / MASK_NAME, weights_only=True, map_location="cpu")
             mask = (given["embedding"] if isinstance(given, dict) else given).reshape(-1)
-    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError, struct.error) as error:
+    except (SafetensorError, *_DAMAGED) as error:
         raise SpecExtError(f"{folder} holds no whole drafter: {error}") from error
     weights = BlockWeights(layers, extras, mask)
     for name, value in _tensors(weights).items():
