@@ -259,7 +259,12 @@ def test_only_the_first_use_lays_layers_out(serve: Serve, monkeypatch: pytest.Mo
     (model,) = served.drafter.models.paged
     loads: list[int] = []
     load_one = model._load
-    monkeypatch.setattr(model, "_load", lambda given: loads.append(given.number) or load_one(given))
+
+    def load_watched(given: Any) -> Any:
+        loads.append(given.number)
+        return load_one(given)
+
+    monkeypatch.setattr(model, "_load", load_watched)
     weights = [served.weights(served.noise(number)) for number in (1, 2, 3)]
     use = served.drafter._proposer.use_weights
     for number in (0, 1, 0, 1, 0, 2, 0, 2):

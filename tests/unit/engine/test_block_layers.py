@@ -111,8 +111,8 @@ def test_put_in_place_and_not_before() -> None:
     assert all(module.get_submodule(name) is layer for name, layer in before.items())
     assert all(torch.equal(norms[name], value) for name, value in module.named_parameters())
     put_layers(module, made)
-    layer: Any = module.model.layers[0]  # type: ignore[union-attr, index]
-    assert torch.equal(module.model.norm.weight, given["norm.weight"])  # type: ignore[union-attr, arg-type]
+    layer: Any = module.model.layers[0]
+    assert torch.equal(module.model.norm.weight, given["norm.weight"])
     queries = given["layers.0.self_attn.q_norm.weight"]
     assert torch.equal(layer.self_attn.q_norm.weight, queries)
     assert layer.self_attn.k_norm is before["model.layers.0.self_attn.k_norm"]
