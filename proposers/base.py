@@ -169,6 +169,11 @@ class BaseProposer(ABC):
         """Content of the files of that folder that a version of the drafter has, by name."""
         raise SpecExtError(f"{cls.info.name} has no weights that could learn")
 
+    @property
+    def student_facts(self) -> Mapping[str, int]:
+        """What a trainer has to know of how it drafts, if it learns; known when it has started."""
+        return {}
+
     def start(self, engine: EngineHandle) -> None:
         """Nothing to load."""
 

@@ -8,8 +8,9 @@ brings a model up to date with the requests (:meth:`DraftModel.sync`), lets it r
 ``propose`` returns; what the target accepted of it is recognised by the next ``sync``.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -153,6 +154,20 @@ class BlockFacts:
     has_selector: bool = False  # its candidates' probabilities depend on the token before
 
 
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWeights:
+    """All weights of a block drafter, whole ones on the CPU, whatever part of them a rank has."""
+
+    layers: "Mapping[str, torch.Tensor]"  # by their names in the checkpoint
+    extras: "Mapping[str, torch.Tensor]"  # of SlotExtras
+    mask: "torch.Tensor | None"  # [hidden] its own embedding of the mask, if it has one
+    number: int = field(default_factory=lambda: next(_numbers))
+    """By which the ranks know them."""
+
+
 @dataclass(frozen=True)
 class SlotHint:
     """Tokens that the slots of one request are shown."""
@@ -203,3 +218,11 @@ class BlockDrafter(Protocol):
 
     def forward_seconds(self, num_rows: int) -> float | None:
         """A pass over blocks of so many rows together, as measured; None before any was."""
+
+    def exchange(self, weights: BlockWeights) -> None:
+        """Draft with other weights from now on, between steps.
+
+        They make the context's keys and values as the former ones did, so that what is in the cache
+        stays. The first time the layers of some weights are laid out, which takes time; then they
+        are kept, as those of some others, and an exchange costs nothing.
+        """

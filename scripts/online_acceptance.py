@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Acceptance against tokens served, of a drafter that learns while it serves several domains.
 
-    python scripts/online_acceptance.py MODEL HEADS FOLDER --domain maths=gsm8k.jsonl:question \
+    python scripts/online_acceptance.py MODEL DRAFTER FOLDER --domain maths=gsm8k.jsonl:question \
         --domain chat=instructions.jsonl:prompt --order maths,chat,maths --requests 300
+
+The drafter is of the method `blockwise`, or of `nar` with ``--method nar --draft-tokens 6``.
 
 One engine answers the domains in that order, greedily, some requests at a time. The weights of the
 start draft a share of all steps (``--guard``), so that the frozen drafter is measured on the same
@@ -20,6 +22,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,43 @@ def read_prompts(source: str) -> list[str]:
     data = Path(path).read_bytes()
     text = (gzip.decompress(data) if path.endswith(".gz") else data).decode()
     return list(dict.fromkeys(str(json.loads(line)[key]) for line in text.split("\n") if line))
+
+
+def take_prompts(domains: Sequence[str]) -> dict[str, Iterator[str]]:
+    """Prompts of each ``NAME=FILE:KEY``, one after the other."""
+    named = (domain.partition("=") for domain in domains)
+    return {name: iter(read_prompts(source)) for name, _, source in named}
+
+
+def start_engine(given: argparse.Namespace, online: dict[str, Any]) -> tuple[Any, Any]:
+    """An engine whose drafter learns.
+
+    Args:
+        given: Arguments of the command line: model, drafter, method, draft_tokens, batch.
+        online: Options of ``online``.
+
+    Returns:
+        The engine, and the session of its drafter.
+    """
+    from vllm import LLM
+
+    llm: Any = LLM(
+        given.model,
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=given.batch,
+        kv_cache_memory_bytes=1 << 30,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        speculative_config={
+            "method": given.method,
+            "model": given.drafter,
+            "num_speculative_tokens": given.draft_tokens,
+            "adaptive_length": False,
+            "online": online,
+        },
+    )
+    return llm, llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.online
 
 
 def make_trainer(folder: Path) -> Any:
@@ -96,8 +136,10 @@ def parse_arguments() -> argparse.Namespace:
     """What is served, and how."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
-    parser.add_argument("heads")
+    parser.add_argument("drafter")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--method", default="blockwise", help="blockwise or nar")
+    parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--domain", action="append", required=True, help="NAME=FILE:KEY")
     parser.add_argument("--order", required=True, help="names of domains, separated by commas")
     parser.add_argument("--requests", type=int, default=300, help="of each domain in the order")
@@ -115,31 +157,13 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Serve, print a line a window, and draw them if asked to."""
     given = parse_arguments()
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     online: dict[str, Any] = {"folder": str(given.folder), "guard": given.guard}
     for option in given.option:
         name, _, value = option.partition("=")
         online[name] = json.loads(value)
-    llm = LLM(
-        given.model,
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=given.batch,
-        kv_cache_memory_bytes=1 << 30,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        speculative_config={
-            "method": "blockwise",
-            "model": given.heads,
-            "num_speculative_tokens": 4,
-            "adaptive_length": False,
-            "online": {**online, "start_trainer": given.start_trainer},
-        },
-    )
-    engine: Any = llm.llm_engine
-    runner = engine.model_executor.driver_worker.worker.model_runner
-    session = runner.drafter.online
+    llm, session = start_engine(given, {**online, "start_trainer": given.start_trainer})
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     count = session._trial.count
 
@@ -151,10 +175,7 @@ def main() -> None:
         count(role, accepted)
 
     session._trial.count = counted
-    prompts = {
-        name: iter(read_prompts(source))
-        for name, _, source in (domain.partition("=") for domain in given.domain)
-    }
+    prompts = take_prompts(given.domain)
     params = SamplingParams(temperature=0.0, max_tokens=given.tokens)
     served, began = 0, time.monotonic()
     lines: list[dict[str, Any]] = []
@@ -189,8 +210,8 @@ def main() -> None:
             print(json.dumps(line), flush=True)
             lines.append(line)
             counts.clear()
-    runner.drafter.close()
-    engine.engine_core.shutdown()
+    session.close()
+    llm.llm_engine.engine_core.shutdown()
     if given.plot is not None:
         draw(lines, given.plot)
 

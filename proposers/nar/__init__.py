@@ -8,13 +8,14 @@ makes a slot's candidates depend on the token before, for chains and for trees.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.options import MethodOptions
+from vllm_spec_ext.options import LearnedRequest, MethodOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,
@@ -34,14 +35,16 @@ from vllm_spec_ext.proposers.payoff import branches
 from vllm_spec_ext.proposers.payoff.node_payoff import NodePayoff
 
 if TYPE_CHECKING:
-    from vllm_spec_ext.proposers.models import BlockDrafter, SlotCandidates
+    from vllm_spec_ext.proposers.models import BlockDrafter, BlockWeights, SlotCandidates
     from vllm_spec_ext.proposers.nar.hints import SlotHints
+    from vllm_spec_ext.proposers.nar.versions import Version
 
 
 @proposer(
     "nar",
     summary="A block of masks over the target's hidden states drafts several tokens in one pass.",
     options=NarOptions,
+    request_options=LearnedRequest,
     num_speculative_tokens=8,
     needs_checkpoint=True,
     tree=True,
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
 )
 class Nar(BaseProposer):
     """Chain of the slots' likeliest tokens, or a tree of their candidates."""
+
+    steps_a_turn = 1  # an exchange costs nothing
 
     def __init__(self, options: MethodOptions) -> None:
         """Keep the options; the drafter comes with :meth:`start`."""
@@ -60,11 +65,46 @@ class Nar(BaseProposer):
         self._hints: SlotHints | None = None
         self._payoff = NodePayoff()
         self._pass = PassPayoff()
+        self._first: Version | None = None  # the first that was read, with `online`
 
     @classmethod
     def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:
         """The drafter."""
         return [ModelSpec("nar", cast(NarOptions, options).model, kind="dflash")]
+
+    @classmethod
+    def drafter_folder(cls, options: MethodOptions) -> Path:
+        """Where the drafter is; raises SpecExtError if it is none that can be trained."""
+        from vllm_spec_ext.proposers.nar.versions import drafter_folder
+
+        return drafter_folder(cast(NarOptions, options).model)
+
+    @classmethod
+    def drafter_files(cls, options: MethodOptions) -> Mapping[str, bytes]:
+        """The drafter's configuration and weights; raises as :meth:`drafter_folder`."""
+        from vllm_spec_ext.proposers.nar.versions import drafter_files
+
+        return drafter_files(cls.drafter_folder(options))
+
+    @property
+    def student_facts(self) -> Mapping[str, int]:
+        """Masks of a block, which see each other; copies in them; candidates of the selector."""
+        facts = {"slots": self._num_slots, "candidates": self._num_candidates}
+        return {**facts, "copies": int(self._hints is not None)}
+
+    def read_weights(self, folder: Path) -> "BlockWeights":
+        """Weights of the same shape that make the context alike; raises SpecExtError for others."""
+        from vllm_spec_ext.proposers.nar.versions import check_same_drafter, read_version
+
+        found = read_version(folder)
+        if self._first is None:
+            self._first = found
+        check_same_drafter(self._first, found, folder)
+        return found.weights
+
+    def use_weights(self, weights: object) -> None:
+        """Draft with these; on all ranks."""
+        cast("BlockDrafter", self._drafter).exchange(cast("BlockWeights", weights))
 
     def start(self, engine: EngineHandle) -> None:
         """Take the drafter that the engine has loaded.

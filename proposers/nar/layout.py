@@ -79,6 +79,20 @@ class NarConfig(BaseModel):
         return self.copy_match + 2
 
 
+_MAKES_CONTEXT = ("fc", "hidden_norm", "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
+
+
+def makes_context(name: str) -> bool:
+    """Whether a tensor of model.safetensors makes keys and values of the target's hidden states.
+
+    These stay as they are while a drafter learns (``online``): the KV in the cache was made by
+    them, for requests that run and for prefixes that others will find, and no version can make it
+    anew. All other weights read this KV, or make rows of a block, which are forgotten after it.
+    """
+    path = name.rpartition(".")[0]  # without "weight"
+    return path in _MAKES_CONTEXT or path.endswith(tuple(f".{own}" for own in _MAKES_CONTEXT))
+
+
 def read_nar_config(config: dict[str, Any], folder: Path | str) -> NarConfig:
     """The key ``nar`` of a checkpoint's config.json; without one, a plain DFlash checkpoint.
 

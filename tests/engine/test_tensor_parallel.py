@@ -23,7 +23,7 @@ from test_blockwise_engine import save_random_heads
 from vllm_spec_ext.online.folder import EngineState, write_record
 from vllm_spec_ext.online.versions import drafter_hash, write_version
 from vllm_spec_ext.proposers.blockwise.heads import CONFIG_NAME, WEIGHTS_NAME
-from vllm_spec_ext.proposers.nar.layout import NarConfig
+from vllm_spec_ext.proposers.nar.layout import EXTRAS_NAME, NarConfig
 
 METHODS: dict[str, dict[str, Any]] = {
     "chain": {"method": "input_copy", "num_speculative_tokens": 8},
@@ -33,6 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "learning_model": {"method": "small_model", "num_speculative_tokens": 3},
     "drawn_heads": {"method": "blockwise", "num_speculative_tokens": 3, "draw": True},
     "block": {"method": "nar", "num_speculative_tokens": 12, "tree": True},
+    "learning_block": {"method": "nar", "num_speculative_tokens": 12, "tree": True},
     "cascade": {
         "method": "cascade",
         "levels": [{"method": "input_copy"}, {"model": "other"}, {"model": "self", "reviews": 3}],
@@ -123,6 +124,8 @@ def found(
         drafter.extras.draft_vocab = torch.tensor([40, 42, 44], dtype=torch.int32)
         drafter.save(folder / "drafter")
         config["model"] = str(folder / "drafter")
+    if request.param == "learning_block":
+        config["online"] = two_versions(folder, folder / "drafter", "norm.weight", EXTRAS_NAME)
     if config["method"] == "cascade":
         other = save_draft(tiny_model, folder / "other", num_hidden_layers=1, seed=9)
         names = {"other": other, "self": str(tiny_model)}
@@ -151,9 +154,16 @@ def found(
     )
 
 
-def two_versions(folder: Path, own: Path, turned: str) -> dict[str, Any]:
-    """Options under which a drafter and one with a weight of the other sign take turns."""
-    files = {name: (own / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
+def two_versions(folder: Path, own: Path, turned: str, *more: str) -> dict[str, Any]:
+    """Options under which a drafter and one with a weight of the other sign take turns.
+
+    Args:
+        folder: Of the test.
+        own: The drafter.
+        turned: The weight.
+        *more: Files that it has beside those of all drafters.
+    """
+    files = {name: (own / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME, *more)}
     drafter = drafter_hash(files)
     weights = load(files[WEIGHTS_NAME])
     weights[turned] = -weights[turned]
@@ -183,7 +193,7 @@ def test_same_tokens_as_one_rank(found: dict[str, Any], plain: dict[str, Any]) -
     assert found["again"] == plain["mixed_lengths"]  # after the proposer was built anew
 
 
-@pytest.mark.parametrize("found", ["learning_heads"], indirect=True)
+@pytest.mark.parametrize("found", ["learning_heads", "learning_block"], indirect=True)
 def test_versions_take_turns_on_both_ranks(found: dict[str, Any]) -> None:
     assert min(found["version_steps"]) > 20
     assert len(found["version_steps"]) == 2

@@ -365,6 +365,13 @@ FUNCTIONS: tuple[Hook, ...] = (
         used_by="engine/models/paged_blocks.py: PagedBlocks calls it on the drafter",
     ),
     Hook(
+        "vllm.model_executor.layers.linear",
+        "UnquantizedLinearMethod.process_weights_after_loading",
+        "lays out a matrix of a version of a DFlash drafter that learns while it serves",
+        names=("layer",),
+        used_by="engine/models/block_layers.py: layers_of calls it on the layer's quant_method",
+    ),
+    Hook(
         "vllm.model_executor.models.qwen3_dflash",
         "DFlashQwen3Model._normalize_context_k",
         "the norms of the context's keys, layer by layer; on CPUs ours takes its place",

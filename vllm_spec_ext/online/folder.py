@@ -26,12 +26,14 @@ class FolderFacts(_Record):
 
     method: str
     target: str
-    """Name or folder of the target, from which the trainer reads its vocabulary projection."""
+    """Name or folder of the target, from which the trainer reads what it needs."""
     drafter: str
     """Hash of version 0, see :func:`.versions.drafter_hash`."""
     vocab_size: int
     options: OnlineOptions
     """The engine's at its last start."""
+    drafting: dict[str, int] = Field(default_factory=dict)
+    """How the method drafts, as its student has to know; of the same start."""
 
 
 class Verdict(_Record):

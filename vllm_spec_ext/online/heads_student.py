@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from vllm_spec_ext.online.divergences import divergence, outcomes, overlap
 from vllm_spec_ext.online.folder import FolderFacts
-from vllm_spec_ext.online.student import Columns, Judged
+from vllm_spec_ext.online.student import MOST_WEIGHT, Columns, Judged
 from vllm_spec_ext.online.target_ends import TargetEnds, read_ends
 from vllm_spec_ext.online.teacher import as_drawn
 from vllm_spec_ext.online.trace import Trace
@@ -24,9 +24,6 @@ from vllm_spec_ext.proposers.blockwise.heads import (
 )
 from vllm_spec_ext.proposers.text_index.copied_tokens import copied_tokens
 from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
-
-# Of a start that is recorded seldom; more would let a few of them decide a step.
-_MOST_WEIGHT = 10.0
 
 
 class HeadsStudent:
@@ -116,7 +113,7 @@ class HeadsStudent:
         known = trace.rows[places] == rows  # not past the end, nor in a gap
         found = {
             "states": trace.states,
-            "weights": torch.from_numpy(1.0 / trace.chances.clip(min=1.0 / _MOST_WEIGHT)),
+            "weights": torch.from_numpy(1.0 / trace.chances.clip(min=1.0 / MOST_WEIGHT)),
             "following": torch.from_numpy(trace.token_ids[trace.starts + 1].astype(np.int64)),
             "known": torch.from_numpy(known),
             "places": self._places[torch.from_numpy(trace.top_tokens[places].astype(np.int64))],

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -74,6 +74,7 @@ class Origin:
     vocab_size: int
     folder: Path  # with the weights of the start
     files: Mapping[str, bytes]  # of version 0, by name
+    drafting: Mapping[str, int] = field(default_factory=dict)  # as of FolderFacts
 
     @property
     def drafter(self) -> str:
@@ -247,6 +248,7 @@ class OnlineSession:
                 drafter=origin.drafter,
                 vocab_size=origin.vocab_size,
                 options=self._options,
+                drafting=dict(origin.drafting),
             )
             write_record(self._root, facts)
         except OSError as error:

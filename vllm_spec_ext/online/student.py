@@ -17,10 +17,14 @@ Columns = Mapping[str, Tensor]  # each [n, ...], some rows for each trace
 _DRAFT_MODEL = "vllm_spec_ext.online.draft_student:DraftModelStudent"
 STUDENTS = {
     "blockwise": "vllm_spec_ext.online.heads_student:HeadsStudent",
+    "nar": "vllm_spec_ext.online.nar_student:NarStudent",
     "small_model": _DRAFT_MODEL,
     "token_tree": _DRAFT_MODEL,
 }
 """By method; a method of others cannot learn while it serves yet."""
+
+MOST_WEIGHT = 10.0
+"""Of a start that is recorded seldom; more would let a few of them decide a step."""
 
 
 class Judged(NamedTuple):

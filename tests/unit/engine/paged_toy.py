@@ -17,6 +17,7 @@ from vllm_spec_ext.engine.models.block_model import BlockOutput
 from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
+from vllm_spec_ext.proposers.models import BlockWeights
 
 VOCAB, WIDTH, LAYERS = 17, 6, 2
 Floats = NDArray[np.float64]
@@ -183,6 +184,9 @@ class ToyBlocks(ToyModel):
         for layer in range(LAYERS):
             self.keys[layer, slots] = context @ self.key[layer]
             self.values[layer, slots] = context @ self.value[layer]
+
+    def exchange(self, number: int, weights: BlockWeights) -> None:
+        self.head = weights.layers["head"].numpy()
 
     def run_blocks(self, plan: BlockPass) -> BlockOutput:
         rows = plan.rows

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from paged_toy import VOCAB, ToyBlocks, ToyRequest, ToyScheduler
 from toy_simulation import BLOCK, BLOCKS, PREFIXES, SCRATCH, update
 
@@ -17,7 +18,7 @@ from vllm_spec_ext.engine.models.block_pass import BlockPass
 from vllm_spec_ext.engine.models.branches import Scratch
 from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
-from vllm_spec_ext.proposers.models import BlockFacts, SlotCandidates, SlotHint
+from vllm_spec_ext.proposers.models import BlockFacts, BlockWeights, SlotCandidates, SlotHint
 from vllm_spec_ext.proposers.records import RequestStep
 
 MASK, SLOTS, MAX_LEN = VOCAB - 1, 5, 32
@@ -282,6 +283,27 @@ def test_steps_without_drafts_share_a_pass(may_wait: bool, passes: int) -> None:
     assert model.counts.rows == 21
     model.settle()
     assert toy.num_written == passes
+
+
+def test_an_exchange_leaves_the_books_and_what_waits() -> None:
+    toy = with_states()
+    model = block_model(toy)
+    tokens = [1, 2, 3]
+    for computed in (0, 2, 3):
+        model.begin_step([batch_row(tokens, computed, [3, 4])])
+        if computed == 3:
+            head = torch.from_numpy(toy.head)
+            model.exchange(BlockWeights({"head": head.flip(1)}, {}, None))
+            (found,) = model.predict([request_step(tokens)], [0], 3, 1)
+            model.exchange(BlockWeights({"head": head}, {}, None))
+            (again,) = model.predict([request_step(tokens)], [0], 3, 1)
+        model.end_step(True)
+        tokens = [*tokens, computed]
+    assert found is not None
+    assert again is not None
+    assert found.tokens.flatten().tolist() == [VOCAB - 1 - t for t in again.tokens.flatten()]
+    assert model.counts.rows == 4 + 2 * 4  # the context once
+    assert toy.num_written == 1
 
 
 def test_blocks_that_are_hit_in_the_step_that_fills_them() -> None:

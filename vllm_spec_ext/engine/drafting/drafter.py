@@ -311,6 +311,7 @@ class Drafter:
             vocab_size=self._engine.vocab_size,
             folder=proposer.drafter_folder(settings.options),
             files=proposer.drafter_files(settings.options),
+            drafting=proposer.student_facts,
         )
         first = self._is_first_process
         self.online = OnlineSession(settings.online, origin, proposer, is_first=first, fresh=fresh)

@@ -28,7 +28,7 @@ from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
 from vllm_spec_ext.engine.models.forward_pass import Part
 from vllm_spec_ext.engine.models.forward_times import ForwardTimes
 from vllm_spec_ext.engine.models.hosted_model import BatchRow, Counts
-from vllm_spec_ext.proposers.models import BlockFacts, SlotCandidates, SlotHint
+from vllm_spec_ext.proposers.models import BlockFacts, BlockWeights, SlotCandidates, SlotHint
 from vllm_spec_ext.proposers.records import RequestStep
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class BlockRunner(Protocol):
     def run_blocks(self, plan: BlockPass) -> BlockOutput:
         """Candidates of each wanted row."""
 
-    def reload(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """Other weights, by their names in the checkpoint."""
+    def exchange(self, number: int, weights: BlockWeights) -> None:
+        """Other weights, known by a number."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,6 @@ class BlockModel:
         for request_id in request_ids:
             self._known.pop(request_id, None)
 
-    def reload(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """Run with other weights from now on; KV of the old ones stays, as it cannot be remade."""
-        self._runner.reload(weights)
-
     # -- the proposer's side ----------------------------------------------------------------------
 
     def predict(
@@ -198,6 +194,13 @@ class BlockModel:
     def forward_seconds(self, num_rows: int) -> float | None:
         """See :meth:`vllm_spec_ext.proposers.models.BlockDrafter.forward_seconds`."""
         return self._times.estimate(num_rows)
+
+    def exchange(self, weights: BlockWeights) -> None:
+        """See :meth:`vllm_spec_ext.proposers.models.BlockDrafter.exchange`.
+
+        The books stay: the KV that is there, and the states that wait, are of the target.
+        """
+        self._runner.exchange(weights.number, weights)
 
     # -- inside -----------------------------------------------------------------------------------
 

@@ -6,11 +6,13 @@ vLLM's module makes the context's keys and values of all layers at once and writ
 :mod:`vllm_spec_ext.proposers.nar.extras`.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm_spec_ext.engine.models.block_layers import layers_of, put_layers
 from vllm_spec_ext.engine.models.block_model import BlockOutput
 from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
@@ -18,12 +20,23 @@ from vllm_spec_ext.engine.models.paged_model import PagedModel
 from vllm_spec_ext.engine.packed_projection import packed_projection
 from vllm_spec_ext.engine.top_columns import top_columns
 from vllm_spec_ext.proposers.blockwise.draft_logits import DraftLogits
+from vllm_spec_ext.proposers.models import BlockWeights
 from vllm_spec_ext.proposers.nar.extras import Copies, SlotExtras, conditional_log_probs
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
 
 _TABLE_CHUNK = 8192  # embeddings that are looked up at a time
+_MOST_LOADED = 3  # weights that are laid out: in use, on trial, and of the start
+
+
+class _Loaded(NamedTuple):
+    """The weights of a version as this rank uses them."""
+
+    layers: Mapping[str, torch.nn.Module]
+    mask: torch.nn.Parameter | None
+    extras: SlotExtras
+    tables: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class PagedBlocks(PagedModel):
@@ -71,7 +84,8 @@ class PagedBlocks(PagedModel):
         if listed is not None:
             self._place = torch.full((vocab_size,), -1, device=device)
             self._place[listed.long()] = torch.arange(len(listed), device=device)
-        self._tables = self._make_tables() if extras.config.selector_rank else None
+        self._tables = self._make_tables(extras) if extras.config.selector_rank else None
+        self._loaded: dict[int, _Loaded] = {}  # by number, the one in use last
 
     def begin_step(self, states: Sequence[torch.Tensor], finals: torch.Tensor) -> None:
         """The target ran a step.
@@ -98,6 +112,40 @@ class PagedBlocks(PagedModel):
         self.module.precompute_and_store_context_kv(
             self.module.combine_hidden_states(states), positions, slots
         )
+
+    def has(self, number: int) -> bool:
+        """Whether these weights are laid out here."""
+        return number in self._loaded
+
+    @torch.no_grad()
+    def exchange(self, number: int, weights: BlockWeights | None) -> None:
+        """Run blocks with other weights; those that make the context stay.
+
+        Args:
+            number: Of the weights.
+            weights: Whole ones; None if they are here.
+        """
+        loaded = self._loaded.pop(number, None)
+        if loaded is None:
+            assert weights is not None
+            loaded = self._load(weights)
+        self._loaded[number] = loaded
+        while len(self._loaded) > _MOST_LOADED:
+            del self._loaded[next(iter(self._loaded))]
+        put_layers(self.module, loaded.layers)
+        if loaded.mask is not None:
+            self.module.model.mask_embedding = loaded.mask
+        self._extras, self._tables = loaded.extras, loaded.tables
+
+    def _load(self, weights: BlockWeights) -> "_Loaded":
+        extras = copy.deepcopy(self._extras)
+        extras.load_state_dict(dict(weights.extras))
+        mask = None
+        if weights.mask is not None:
+            own = self.module.model.mask_embedding
+            mask = torch.nn.Parameter(weights.mask.to(own), requires_grad=False)
+        tables = self._make_tables(extras) if extras.config.selector_rank else None
+        return _Loaded(layers_of(self.module, weights.layers), mask, extras, tables)
 
     @torch.inference_mode()
     def run_blocks(self, plan: BlockPass) -> BlockOutput:
@@ -193,15 +241,15 @@ class PagedBlocks(PagedModel):
             columns = columns.clamp(min=0)
         return logits.float().scatter_add(1, columns[:, None], bonus[:, None])
 
-    def _make_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _make_tables(self, extras: SlotExtras) -> tuple[torch.Tensor, torch.Tensor]:
         """The selector's tables A and B: [vocab, rank] each, made of the embeddings."""
         first, second = [], []
         for start in range(0, self._vocab_size, _TABLE_CHUNK):
             end = min(start + _TABLE_CHUNK, self._vocab_size)
             embeddings = self._embed(torch.arange(start, end, device=self._device))
             dtype = embeddings.dtype
-            first.append(self._extras.table_a(embeddings).to(dtype))
-            second.append(self._extras.table_b(embeddings).to(dtype))
+            first.append(extras.table_a(embeddings).to(dtype))
+            second.append(extras.table_b(embeddings).to(dtype))
         return torch.cat(first), torch.cat(second)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm_spec_ext.engine.models.block_model import BlockOutput
     from vllm_spec_ext.engine.models.paged_blocks import PagedBlocks
     from vllm_spec_ext.engine.models.paged_model import PagedModel
+    from vllm_spec_ext.proposers.models import BlockWeights
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
@@ -67,6 +68,19 @@ class RunBlocks:
 
 
 @dataclass(frozen=True)
+class ExchangeWeights:
+    """Other weights of a block drafter, whole ones: each rank takes its part."""
+
+    index: int
+    number: int
+    weights: "BlockWeights | None"  # None = all ranks have them
+
+    def run(self, models: "Sequence[PagedModel]") -> None:
+        """Load, if need be, and use."""
+        cast("PagedBlocks", models[self.index]).exchange(self.number, self.weights)
+
+
+@dataclass(frozen=True)
 class CopyBlocks:
     """Copies of KV blocks of one model."""
 
@@ -97,6 +111,7 @@ class SharedModel:
         """Wrap this rank's part."""
         self._ranks = ranks
         self._index = index
+        self._model = model
 
     def forward(self, plan: ForwardPass) -> "torch.Tensor":
         """See :meth:`.paged_model.PagedModel.forward`."""
@@ -110,6 +125,12 @@ class SharedModel:
     def run_blocks(self, plan: BlockPass) -> "BlockOutput":
         """See :meth:`.paged_blocks.PagedBlocks.run_blocks`."""
         return self._ranks.work_together(RunBlocks(self._index, plan))
+
+    def exchange(self, number: int, weights: "BlockWeights") -> None:
+        """See :meth:`.paged_blocks.PagedBlocks.exchange`; all ranks keep the same ones."""
+        has_them = cast("PagedBlocks", self._model).has(number)
+        work = ExchangeWeights(self._index, number, None if has_them else weights)
+        self._ranks.work_together(work)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See :meth:`.paged_model.PagedModel.copy_blocks`."""

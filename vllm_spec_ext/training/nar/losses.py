@@ -109,6 +109,43 @@ def slot_losses(
     return SlotLoss(losses, (-losses.detach()).exp(), (guesses == wanted).sum())
 
 
+def drafted_log_probs(
+    states: Tensor,  # [rows, hidden]
+    tokens: SlotTokens,
+    places: Tensor,  # [rows, m] int64 columns of the projection; -1 = a token that is not drafted
+    projection: DraftProjection,
+    extras: SlotExtras,
+    embed: Embed,
+    candidates: int = CANDIDATES,
+) -> Tensor:
+    """[rows, m] float32 log-probability of some tokens, as slots draft them behind the right one.
+
+    By the selector among the likeliest tokens of a slot, and as of the slot alone for all others
+    and without a selector. Of a token that is not drafted the value is that of any other.
+
+    Args:
+        states: Final states of the slots.
+        tokens: Right tokens before, and copies.
+        places: Of the tokens in question.
+        projection: Onto the draft vocabulary.
+        extras: Copies' trust, and the selector.
+        embed: The drafter's embeddings.
+        candidates: Tokens of a slot that the selector chooses from.
+    """
+    logits = slot_logits(states, tokens, projection, extras)
+    asked = places.clamp(min=0)
+    if not extras.config.selector_rank:
+        return logits.gather(1, asked) - logits.logsumexp(-1, keepdim=True)
+    best = logits.detach().topk(min(candidates, logits.shape[1]), dim=-1).indices
+    # One gather: each has a gradient as wide as the logits.
+    found = logits.gather(1, torch.cat([asked, best], dim=1)) - logits.logsumexp(-1, keepdim=True)
+    alone, base = found.split([asked.shape[1], best.shape[1]], dim=1)
+    behind = candidate_log_probs(states, tokens, base, projection.tokens(best), extras, embed)
+    same = asked.unsqueeze(-1) == best.unsqueeze(1)  # [rows, m, candidates]
+    among = torch.where(same, behind.unsqueeze(1), 0.0).sum(-1)
+    return torch.where(same.any(-1), among, alone)
+
+
 def path_weights(
     probabilities: Tensor,  # [blocks, slots] of right tokens; 1 where shown
     known: Tensor,  # [blocks, slots] bool: there is a right token

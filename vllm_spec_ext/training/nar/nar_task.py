@@ -31,13 +31,14 @@ from vllm_spec_ext.training.nar.blocks import (
     prefix_shown,
 )
 from vllm_spec_ext.training.nar.evaluate import Drafting, NarFigures, measure_drafter
-from vllm_spec_ext.training.nar.losses import SlotTokens, path_weights, slot_logits, slot_losses
+from vllm_spec_ext.training.nar.losses import path_weights, slot_logits, slot_losses
 from vllm_spec_ext.training.nar.model import DrafterConfig, NarDrafter
 from vllm_spec_ext.training.nar.pass_batch import (
     StatesRead,
     context_states,
     read_states,
     slot_states,
+    slot_tokens,
     some_sequences,
 )
 from vllm_spec_ext.training.nar.schema import NarTraining
@@ -190,7 +191,7 @@ class NarTask:
         with self._autocast():
             states = self._slot_states(read, blocks, shown)
         slots = self.config.slots
-        tokens = _slot_tokens(blocks)
+        tokens = slot_tokens(blocks)
         known = (blocks.targets != IGNORED).flatten()
         listed = self.projection.places(tokens.targets) != IGNORED
         learned = known & listed & ~shown.flatten()
@@ -229,7 +230,7 @@ class NarTask:
         nothing = torch.zeros_like(blocks.targets, dtype=torch.bool)
         with torch.no_grad(), self._autocast():
             states = self._slot_states(read, blocks, nothing).flatten(0, 2)
-            tokens, guesses = _slot_tokens(blocks), []
+            tokens, guesses = slot_tokens(blocks), []
             for low in range(0, len(states), config.logit_chunk):
                 part = slice(low, low + config.logit_chunk)
                 logits = slot_logits(
@@ -320,17 +321,6 @@ class NarTask:
         )
         with self._autocast():
             return measure_drafter(drafting, sequences, tree_nodes, show_copies=show_copies)
-
-
-def _slot_tokens(blocks: Blocks) -> SlotTokens:
-    slots = torch.arange(blocks.targets.shape[-1], device=blocks.targets.device)
-    return SlotTokens(
-        blocks.targets.flatten(),
-        blocks.before().flatten(),
-        slots.expand_as(blocks.targets).flatten(),
-        None if blocks.copies is None else blocks.copies.flatten(),
-        None if blocks.kinds is None else blocks.kinds.flatten(),
-    )
 
 
 def _group(name: str, parameter: nn.Parameter) -> int:

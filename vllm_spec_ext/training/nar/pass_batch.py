@@ -13,6 +13,7 @@ from vllm_spec_ext.proposers.nar.extras import Copies
 from vllm_spec_ext.training.batches import Batch
 from vllm_spec_ext.training.hidden import HiddenSource
 from vllm_spec_ext.training.nar.blocks import Blocks, block_ids
+from vllm_spec_ext.training.nar.losses import SlotTokens
 from vllm_spec_ext.training.nar.model import NarDrafter
 from vllm_spec_ext.training.target import Target
 
@@ -76,6 +77,18 @@ def slot_states(
     ids = block_ids(blocks, shown, drafter.config.mask_token_id)
     made: Tensor = drafter(read.context, blocks.anchors, ids, target.embed, copies, finals)
     return made
+
+
+def slot_tokens(blocks: Blocks) -> SlotTokens:
+    """What belongs to the slots of all blocks, [sequences * blocks * slots] rows."""
+    slots = torch.arange(blocks.targets.shape[-1], device=blocks.targets.device)
+    return SlotTokens(
+        blocks.targets.flatten(),
+        blocks.before().flatten(),
+        slots.expand_as(blocks.targets).flatten(),
+        None if blocks.copies is None else blocks.copies.flatten(),
+        None if blocks.kinds is None else blocks.kinds.flatten(),
+    )
 
 
 def context_states(states: HiddenSource, batch: Batch, device: torch.device) -> Tensor:

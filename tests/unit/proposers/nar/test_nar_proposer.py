@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.base import EngineHandle, RequestStep, StepContext, StepOutcome
-from vllm_spec_ext.proposers.models import BlockFacts, SlotCandidates, SlotHint
+from vllm_spec_ext.proposers.models import BlockFacts, BlockWeights, SlotCandidates, SlotHint
 from vllm_spec_ext.proposers.nar import Nar
 from vllm_spec_ext.proposers.nar.options import NarOptions
 
@@ -48,6 +48,9 @@ class StandIn:
 
     def forward_seconds(self, num_rows: int) -> float | None:
         return self.seconds
+
+    def exchange(self, weights: BlockWeights) -> None:
+        raise AssertionError("nothing learns here")
 
 
 FACTS = BlockFacts(3, copy_match=4)
