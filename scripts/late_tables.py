@@ -26,8 +26,8 @@ from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.simulate import Point, make_points, read_recordings, start
 from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext, StepOutcome, chain
 from vllm_spec_ext.proposers.input_copy import InputCopy
-from vllm_spec_ext.proposers.input_copy.copy_state import CopyState
-from vllm_spec_ext.proposers.input_copy.late_reference import LateState, Texts, late_draft
+from vllm_spec_ext.proposers.input_copy.copy_state import LateState
+from vllm_spec_ext.proposers.input_copy.late_reference import Texts, late_draft
 from vllm_spec_ext.replay import Recording, replay
 
 DESIGNS = ("synchronous", "behind each step", "late tables", "late, old query")
@@ -77,20 +77,8 @@ class Design:
             [] if memory is None else memory.tokens.tolist(),
         )
         folded = self.proposer._folded.tolist()
-        drafted = late_draft(state_of(copy), texts, folded, self.options, request.room)
+        drafted = late_draft(LateState.of(copy), texts, folded, self.options, request.room)
         return chain(drafted)
-
-
-def state_of(copy: CopyState) -> LateState:
-    """What goes to the device."""
-    return LateState(
-        len(copy.output),
-        copy.cursor,
-        copy.num_agreeing,
-        copy.lost_at,
-        copy.num_lost,
-        copy.guessing,
-    )
 
 
 def figures(

@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_spec_ext.proposers.base import DeviceTexts, EngineHandle, IntArray, RequestStep
 from vllm_spec_ext.proposers.input_copy import late_kernels
-from vllm_spec_ext.proposers.input_copy.copy_state import CopyState
+from vllm_spec_ext.proposers.input_copy.copy_state import CopyState, LateState
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions
 from vllm_spec_ext.proposers.late_drafting import padded
 from vllm_spec_ext.proposers.text_index.answer_memory import AnswerMemory
@@ -154,13 +154,8 @@ class LateCopy:
             source = self._source(request.request_id, copy, texts).data_ptr()
         answers = self._earlier(copy.share_group, texts)
         return LateRow(
-            num_prompt=request.num_prompt_tokens,
-            num_known=len(copy.output),
-            cursor=copy.cursor,
-            num_agreeing=copy.num_agreeing,
-            lost_at=copy.lost_at,
-            num_lost=copy.num_lost,
-            guessing=int(copy.guessing),
+            request.num_prompt_tokens,
+            *LateState.of(copy),
             most=request.room,
             said=said,
             source=source,
