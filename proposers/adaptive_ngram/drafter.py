@@ -179,6 +179,10 @@ class NgramDrafter:
         self._settings_array[_SHARED_HALF_LIFE] = half_life
         return self.learner.learn(requests, half_life)
 
+    def drafts_behind(self, step: StepContext) -> list[Draft]:
+        """Draft for texts whose last tokens are not learned, as a device does."""
+        return self._search_for(step, [self.learner.slot(r.request_id) for r in step.requests])
+
     def _shared_half_life(self, requests: Sequence[RequestStep]) -> float:
         return self.settings.half_life * max(1, len(requests))
 
