@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions, RequestOptions
 from vllm_spec_ext.proposers.description import Needs, ProposerInfo, proposer
-from vllm_spec_ext.proposers.late_drafting import DeviceTexts, LateDrafter
+from vllm_spec_ext.proposers.late_drafting import DeviceTexts, LateDrafter, why_on_host
 from vllm_spec_ext.proposers.models import Branch, DraftModel, ModelSpec
 from vllm_spec_ext.proposers.records import (
     EMPTY_DRAFT,
@@ -221,16 +221,16 @@ class BaseProposer(ABC):
     def propose(self, step: StepContext) -> list[Draft]:
         """One draft for each of ``step.requests``, in that order."""
 
-    def late_drafter(self, engine: EngineHandle) -> LateDrafter | None:
+    def late_drafter(self, engine: EngineHandle) -> LateDrafter | str:
         """What drafts on the device, where the scheduler does not wait for a step's tokens.
 
         Called once, after :meth:`start`. ``propose`` is called all the same, one step late: its
         drafts then only tell what was drafted.
 
         Returns:
-            None: the method, or what its options ask for, drafts on the host alone.
+            It; or why the method, or what its options ask for, drafts on the host alone.
         """
-        return None
+        return why_on_host(self.info.drafts_trees(self.options))
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Nothing to learn."""

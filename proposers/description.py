@@ -49,6 +49,10 @@ class ProposerInfo:
     cost: str
     off_on_cpus: str = ""  # what is off on CPUs, why, and how it is put on; empty = nothing
 
+    def drafts_trees(self, options: MethodOptions) -> bool:
+        """Whether drafts may branch with these options; ``tree`` says so where there is one."""
+        return self.tree and bool(getattr(options, "tree", True))
+
 
 ProposerT = TypeVar("ProposerT", bound="type[BaseProposer]")
 

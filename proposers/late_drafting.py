@@ -55,6 +55,26 @@ class LateDrafter(Protocol):
         """
 
 
+def why_on_host(drafts_trees: bool) -> str:
+    """Why a method that has no late drafter needs each step's tokens."""
+    return "its drafts are trees" if drafts_trees else "it looks up on the host alone"
+
+
+def rows_on_device(rows: Sequence[tuple[int, ...]], texts: DeviceTexts) -> "torch.Tensor":
+    """[num_requests, num_columns] int64 what the host knows of each request, for its kernel."""
+    return texts.upload(np.array(rows, np.int64))
+
+
+def drafts_of(
+    requests: Sequence[RequestStep], texts: DeviceTexts, num_drafted: int
+) -> "torch.Tensor":
+    """[num_requests, num_drafted] int64 on the device, to be filled."""
+    import torch
+
+    shape = (len(requests), num_drafted)
+    return torch.empty(shape, dtype=torch.int64, device=texts.tokens.device)
+
+
 def padded(number: int) -> int:
     """The next power of two: sizes of blocks on a device."""
     return 1 << max(0, number - 1).bit_length()

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens a step of ``input_copy`` on recorded answers, by how the engine is scheduled.
+"""Tokens a step of ``input_copy`` or ``adaptive_ngram`` on recorded answers, by the scheduling.
 
     python scripts/late_tables.py record --model MODEL --prompts prompts.jsonl recorded.jsonl
     python scripts/late_tables.py replay --tokenizer MODEL recorded.jsonl
+    python scripts/late_tables.py replay --tokenizer MODEL --method adaptive_ngram recorded.jsonl
 
 Replayed are synchronous scheduling, where a weak match drafts little; asynchronous scheduling with
 drafts behind each step's tokens, all of one length; and the same with drafts looked up on the
-device, from what the host knew one step before. For that the rule that the kernels are tested
-against takes their place, ``proposers/input_copy/late_reference.py``. Replay knows no clock, so
+device, from what the host knew one step before. For that the host's version that the kernels are
+tested against takes their place: ``proposers/input_copy/late_reference.py``, and what
+``adaptive_ngram`` itself says that a device drafted. Replay knows no clock, so
 ``adaptive_length`` has no part in it. As a control the last one is replayed with an old query.
 
 Prompts are JSON lines with ``category`` and ``prompt``, a user's message.
@@ -24,25 +26,81 @@ from typing import Any
 
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.simulate import Point, make_points, read_recordings, start
-from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext, StepOutcome, chain
+from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
+from vllm_spec_ext.proposers.base import (
+    BaseProposer,
+    Draft,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+    chain,
+)
 from vllm_spec_ext.proposers.input_copy import InputCopy
-from vllm_spec_ext.proposers.input_copy.copy_state import CopyState
-from vllm_spec_ext.proposers.input_copy.late_reference import LateState, Texts, late_draft
+from vllm_spec_ext.proposers.input_copy.copy_state import LateState
+from vllm_spec_ext.proposers.input_copy.late_reference import Texts, late_draft
 from vllm_spec_ext.replay import Recording, replay
 
+METHODS: dict[str, dict[str, Any]] = {"input_copy": {}, "adaptive_ngram": {"tree": False}}
+"""With the options that let them draft late."""
 DESIGNS = ("synchronous", "behind each step", "late tables", "late, old query")
+
+
+class LateCopies:
+    """What ``input_copy`` drafts late."""
+
+    def __init__(self, proposer: InputCopy) -> None:
+        """It was started."""
+        self._proposer = proposer
+
+    def draft(self, request: RequestStep, known: RequestStep, old_query: bool) -> Draft:
+        """From the state of one step before; the query is the end of the text, or as old."""
+        copy = self._proposer.known_copy(known)
+        memory = self._proposer.earlier_answers(request.share_group)
+        end = len((known if old_query else request).token_ids)
+        texts = Texts(
+            request.token_ids[request.num_prompt_tokens : end].tolist(),
+            copy.source.tolist(),
+            [] if memory is None else memory.tokens.tolist(),
+        )
+        folded = self._proposer._folded.tolist()
+        options = self._proposer.options
+        return chain(late_draft(LateState.of(copy), texts, folded, options, request.room))
+
+
+class LateNgrams:
+    """What ``adaptive_ngram`` drafts late."""
+
+    def __init__(self, proposer: AdaptiveNgram) -> None:
+        """It was started."""
+        self._drafter = proposer.drafter
+
+    def draft(self, request: RequestStep, known: RequestStep, old_query: bool) -> Draft:
+        """From what was learned one step before."""
+        self._drafter.learn_known([known])
+        query = replace(known if old_query else request, new_tokens=(), room=request.room)
+        [draft] = self._drafter.drafts_behind(StepContext([query], fixed_length=True))
+        return draft
+
+
+def late_of(proposer: BaseProposer) -> LateCopies | LateNgrams:
+    """The late part of a method."""
+    if isinstance(proposer, InputCopy):
+        return LateCopies(proposer)
+    assert isinstance(proposer, AdaptiveNgram)
+    return LateNgrams(proposer)
 
 
 @dataclass
 class Design:
     """A proposer as one way of scheduling asks it."""
 
-    proposer: InputCopy
+    proposer: BaseProposer
     name: str
 
     def __post_init__(self) -> None:
         self.info, self.needs = self.proposer.info, self.proposer.needs
         self.options: Any = self.proposer.options
+        self._late = late_of(self.proposer)
 
     def start(self, engine: Any) -> None:
         """It was started."""
@@ -51,56 +109,34 @@ class Design:
         """Drafts of each request."""
         if self.name == "synchronous":
             return self.proposer.propose(step)
-        late = [self._late(request) for request in step.requests]
-        read = self.proposer.propose(replace(step, fixed_length=True))
-        return read if self.name == "behind each step" else late
+        fixed = replace(step, fixed_length=True)
+        if self.name == "behind each step":
+            return self.proposer.propose(fixed)
+        late = []
+        for request in step.requests:
+            num_known = len(request.token_ids) - len(request.new_tokens)
+            known = replace(request, token_ids=request.token_ids[:num_known], new_tokens=())
+            late.append(self._late.draft(request, known, self.name == "late, old query"))
+        self.proposer.propose(fixed)
+        return late
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
-        """As the proposer."""
-        self.proposer.observe(outcomes)
+        """What became of drafts bears on their length alone, and late ones have all of it."""
+        if self.name in ("synchronous", "behind each step"):
+            self.proposer.observe(outcomes)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """As the proposer."""
         self.proposer.finish(request_ids)
 
-    def _late(self, request: RequestStep) -> Draft:
-        """From the state of one step before; the query is the end of the text, or as old."""
-        known = len(request.token_ids) - len(request.new_tokens)
-        copy = self.proposer.known_copy(
-            replace(request, token_ids=request.token_ids[:known], new_tokens=())
-        )
-        memory = self.proposer.earlier_answers(request.share_group)
-        end = known if self.name == "late, old query" else len(request.token_ids)
-        texts = Texts(
-            request.token_ids[request.num_prompt_tokens : end].tolist(),
-            copy.source.tolist(),
-            [] if memory is None else memory.tokens.tolist(),
-        )
-        folded = self.proposer._folded.tolist()
-        drafted = late_draft(state_of(copy), texts, folded, self.options, request.room)
-        return chain(drafted)
-
-
-def state_of(copy: CopyState) -> LateState:
-    """What goes to the device."""
-    return LateState(
-        len(copy.output),
-        copy.cursor,
-        copy.num_agreeing,
-        copy.lost_at,
-        copy.num_lost,
-        copy.guessing,
-    )
-
 
 def figures(
-    recordings: Sequence[Recording], point: Point, tokenizer: Any, name: str
+    method: str, recordings: Sequence[Recording], point: Point, tokenizer: Any, name: str
 ) -> dict[str, float]:
     """Tokens a step of each design; every one starts anew."""
     found = {}
     for design in DESIGNS:
-        proposer, engine = start("input_copy", point, recordings, tokenizer, name, 1)
-        assert isinstance(proposer, InputCopy)
+        proposer, engine = start(method, point, recordings, tokenizer, name, 1)
         asked: Any = Design(proposer, design)
         found[design] = replay(asked, recordings, engine).tokens_per_step
     return found
@@ -146,18 +182,20 @@ def main() -> int:
     player = commands.add_parser("replay")
     player.add_argument("--tokenizer", required=True)
     player.add_argument("--tokens", type=int, default=8, help="num_speculative_tokens")
+    player.add_argument("--method", choices=METHODS, default="input_copy")
     player.add_argument("recordings", type=Path)
     given = parser.parse_args()
     if given.command == "record":
         record(given.model, given.prompts, given.output, given.max_tokens)
         return 0
     tokenizer = load_tokenizer(given.tokenizer)
-    [point] = make_points("input_copy", [{"num_speculative_tokens": given.tokens}])
+    options = {**METHODS[given.method], "num_speculative_tokens": given.tokens}
+    [point] = make_points(given.method, [options])
     groups: dict[str, list[Recording]] = defaultdict(list)
     for recording in read_recordings(given.recordings, tokenizer):
         groups[recording.category].append(recording)
     found = {
-        category: figures(recordings, point, tokenizer, given.tokenizer)
+        category: figures(given.method, recordings, point, tokenizer, given.tokenizer)
         for category, recordings in sorted(groups.items())
     }
     print(table(found, {category: len(each) for category, each in groups.items()}))

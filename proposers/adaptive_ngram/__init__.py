@@ -21,6 +21,7 @@ from vllm_spec_ext.proposers.base import (
     Draft,
     EngineHandle,
     IntArray,
+    LateDrafter,
     Needs,
     StepContext,
     StepOutcome,
@@ -104,6 +105,24 @@ class AdaptiveNgram(BaseProposer):
             return self.drafter.propose(step)
         # No prices: how much of it is drafted is decided with the other sources.
         return self._more.merge(step, self.drafter.propose(StepContext(step.requests)))
+
+    def late_drafter(self, engine: EngineHandle) -> LateDrafter | str:
+        """Of chains, if the tables are not too large for the device."""
+        if self.settings.tree:
+            return 'its drafts are trees; "tree": false drafts chains'
+        from vllm_spec_ext.proposers.adaptive_ngram.late_ngram import (
+            MOST_BYTES,
+            LateNgram,
+            table_bytes,
+        )
+
+        needed = table_bytes(self.drafter.learner, self.drafter.base)
+        if needed > MOST_BYTES:
+            return (
+                f"its tables take {needed >> 20} MiB, expected at most {MOST_BYTES >> 20} on the "
+                "device: a smaller corpus, request_buckets, shared_buckets or max_cache_salts"
+            )
+        return LateNgram(self.drafter, engine.num_speculative_tokens)
 
     def continue_from(self, request_id: str, provisional: Sequence[int], most: int) -> IntArray:
         """See :class:`vllm_spec_ext.proposers.base.Continues`; a search and nothing else."""

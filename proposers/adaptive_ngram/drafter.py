@@ -60,6 +60,8 @@ class NgramDrafter:
         self.settings = settings
         self._payoff = NodePayoff()
         self._ends: dict[str, list[int]] = {}  # last verified tokens, to go on from
+        self.is_late = False
+        """A device drafts from what was known one step before; see :meth:`learn_known`."""
         self.store: NgramStore | None = None
         self.fingerprint = ""
         if engine.vocab_size > MAX_VOCAB:
@@ -95,7 +97,7 @@ class NgramDrafter:
     def _prepare(self, budget: int, max_num_seqs: int, vocab_size: int) -> None:
         settings = self.settings
         self._vocab_size = vocab_size
-        self._lookup = Lookup(
+        self.lookup = Lookup(
             vocab_size=vocab_size,
             backoff=BACKOFF[settings.backoff],
             backoff_weight=settings.backoff_weight,
@@ -119,7 +121,7 @@ class NgramDrafter:
             greedy_extension=settings.greedy_extension,
         )
         self._memory = make_memory(budget)
-        self._settings_array = settings_array(self._lookup, self._search)
+        self._settings_array = settings_array(self.lookup, self._search)
         self._requests = np.zeros((max_num_seqs, 5), np.int64)  # see search_batch
         self._results = Results(
             tokens=np.zeros((max_num_seqs, budget), np.int32),
@@ -147,13 +149,45 @@ class NgramDrafter:
             self._results,
         )
 
+    @property
+    def max_depth(self) -> int:
+        """Longest path in tokens."""
+        return self._search.max_depth
+
     def propose(self, step: StepContext) -> list[Draft]:
-        """Learn the new tokens of all requests, then draft for each; see the base class."""
-        drafts: list[Draft] = [EMPTY_DRAFT] * len(step.requests)
-        half_life = self.settings.half_life * max(1, len(step.requests))
-        self._settings_array[_SHARED_HALF_LIFE] = half_life
-        slots = self.learner.learn(step.requests, half_life)
+        """Learn the new tokens of all requests, then draft for each; see the base class.
+
+        Late, the drafts are those that a device made of these tokens before they were learned.
+        """
+        if self.is_late:
+            drafts = self._search_for(
+                step, [self.learner.slot(r.request_id) for r in step.requests]
+            )
+            self.learner.learn(step.requests, self._shared_half_life(step.requests))
+        else:
+            drafts = self._search_for(step, self.learn_known(step.requests))
         self._save_when_due()
+        return drafts
+
+    def learn_known(self, requests: Sequence[RequestStep]) -> list[int]:
+        """Learn what is known of the requests that are drafted for next.
+
+        Returns:
+            The overlay of each request, -1 = none.
+        """
+        half_life = self._shared_half_life(requests)
+        self._settings_array[_SHARED_HALF_LIFE] = half_life
+        return self.learner.learn(requests, half_life)
+
+    def drafts_behind(self, step: StepContext) -> list[Draft]:
+        """Draft for texts whose last tokens are not learned, as a device does."""
+        return self._search_for(step, [self.learner.slot(r.request_id) for r in step.requests])
+
+    def _shared_half_life(self, requests: Sequence[RequestStep]) -> float:
+        return self.settings.half_life * max(1, len(requests))
+
+    def _search_for(self, step: StepContext, slots: Sequence[int]) -> list[Draft]:
+        drafts: list[Draft] = [EMPTY_DRAFT] * len(step.requests)
         confidence = self.settings.min_confidence
         if self.settings.adaptive_length and step.min_probability is not None:
             confidence = self._payoff.confidence(step.min_probability)
@@ -205,8 +239,7 @@ class NgramDrafter:
         known = self._ends.get(request_id)
         if known is None or most < 1:
             return EMPTY_DRAFT.tokens
-        state = self.learner.states.get(request_id)
-        slot = -1 if state is None else state.slot
+        slot = self.learner.slot(request_id)
         text = [-1, *known, *provisional]  # -1 = unknown, before a text of one token
         shared = self.learner.shared_slot(request_id)
         self._requests[0] = (text[-2], text[-1], slot, most, shared)

@@ -15,6 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
+from vllm_spec_ext.proposers.adaptive_ngram.changed_rows import ChangedRows
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import OverlayPool, learn
 from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings
 from vllm_spec_ext.proposers.adaptive_ngram.shared_overlays import NO_SLOT, SharedOverlays
@@ -62,6 +63,8 @@ class Learner:
             else SharedOverlays(0, 1)
         )
         self.shared = self.groups.pool
+        self.changed: ChangedRows | None = None
+        """Told of all that is learned, where the tables are copied."""
         self.states: OrderedDict[str, RequestState] = OrderedDict()  # least recently seen first
         # Shared overlay, cursor in it, CRC.
         self._past: OrderedDict[str, tuple[tuple[int, int], int, int]] = OrderedDict()
@@ -100,6 +103,11 @@ class Learner:
                 self._learn_shared(request, state, shared_half_life)
             slots.append(state.slot)
         return slots
+
+    def slot(self, request_id: str) -> int:
+        """The overlay in ``self.requests`` of a request, -1 = none."""
+        state = self.states.get(request_id)
+        return -1 if state is None else state.slot
 
     def shared_slot(self, request_id: str) -> int:
         """The overlay in ``self.shared`` that a request of the step may see, -1 = none."""
@@ -173,12 +181,15 @@ class Learner:
     def _add(
         self, pool: OverlayPool, slot: int, tokens: IntArray, start: int, half_life: float
     ) -> None:
+        if start >= len(tokens):
+            return
         # Two tokens of context are enough, and a short array costs less to hand over.
         first = max(0, start - 2)
+        new = np.ascontiguousarray(tokens[first:], np.int32)
         learn(
             pool.arrays,
             slot,
-            np.ascontiguousarray(tokens[first:], np.int32),
+            new,
             start - first,
             self.vocab_size,
             self.settings.backoff != "off",
@@ -186,6 +197,8 @@ class Learner:
             float(self.settings.increment),
             float(self.settings.cap),
         )
+        if self.changed is not None:
+            self.changed.learned(pool, slot, new, start - first, self.vocab_size)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget requests; the shared overlays keep what they learned."""

@@ -2,6 +2,7 @@
 """Where one request's copying stands."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 from vllm_spec_ext.proposers.base import IntArray
 from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
@@ -40,3 +41,26 @@ class CopyState:
                 self.lost_at, self.num_lost = self.cursor, 0
             self.cursor, self.guessing, self.num_agreeing = LOST, False, 0
             self.num_lost += 1
+
+
+class LateState(NamedTuple):
+    """What is known of a copy where its last tokens are not: older than the text."""
+
+    num_known: int  # output tokens that it was made of
+    cursor: int = 0
+    num_agreeing: int = 0
+    lost_at: int = LOST
+    num_lost: int = 0
+    guessing: bool = False
+
+    @classmethod
+    def of(cls, copy: CopyState) -> Self:
+        """As it stands."""
+        return cls(
+            len(copy.output),
+            copy.cursor,
+            copy.num_agreeing,
+            copy.lost_at,
+            copy.num_lost,
+            copy.guessing,
+        )

@@ -9,13 +9,11 @@ beside the prompt is put there once. So are earlier answers, whenever there are 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from vllm_spec_ext.proposers.base import DeviceTexts, EngineHandle, IntArray, RequestStep
 from vllm_spec_ext.proposers.input_copy import late_kernels
-from vllm_spec_ext.proposers.input_copy.copy_state import CopyState
+from vllm_spec_ext.proposers.input_copy.copy_state import CopyState, LateState
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions
-from vllm_spec_ext.proposers.late_drafting import padded
+from vllm_spec_ext.proposers.late_drafting import drafts_of, padded, rows_on_device
 from vllm_spec_ext.proposers.text_index.answer_memory import AnswerMemory
 
 if TYPE_CHECKING:
@@ -122,16 +120,15 @@ class LateCopy:
         longest = max(
             max(row.source_size, row.answers_size, row.num_known + num_new) for row in rows
         )
-        on_device = texts.upload(np.array(rows, np.int64))
-        device, num_requests = texts.tokens.device, len(rows)
+        num_requests = len(rows)
         num_blocks = -(-longest // self._search["BLOCK"])
         found = torch.empty(
             (num_requests, late_kernels.NUM_TEXTS.value, num_blocks, late_kernels.NUM_FOUND.value),
             dtype=torch.int32,
-            device=device,
+            device=texts.tokens.device,
         )
-        drafts = torch.empty((num_requests, self._num_drafted), dtype=torch.int64, device=device)
-        inputs = (on_device, texts.places, texts.lengths, self._folded, found)
+        drafts = drafts_of(requests, texts, self._num_drafted)
+        inputs = (rows_on_device(rows, texts), texts.places, texts.lengths, self._folded, found)
         unsayable = len(self._folded_np) - 1
         late_kernels.search_texts[(num_requests, late_kernels.NUM_TEXTS.value, num_blocks)](
             *inputs, unsayable, num_blocks, **self._search
@@ -154,13 +151,8 @@ class LateCopy:
             source = self._source(request.request_id, copy, texts).data_ptr()
         answers = self._earlier(copy.share_group, texts)
         return LateRow(
-            num_prompt=request.num_prompt_tokens,
-            num_known=len(copy.output),
-            cursor=copy.cursor,
-            num_agreeing=copy.num_agreeing,
-            lost_at=copy.lost_at,
-            num_lost=copy.num_lost,
-            guessing=int(copy.guessing),
+            request.num_prompt_tokens,
+            *LateState.of(copy),
             most=request.room,
             said=said,
             source=source,

@@ -12,6 +12,8 @@ Imports Triton, so it is imported when an engine asks for it.
 import triton
 import triton.language as tl
 
+from vllm_spec_ext.proposers.late_kernels import column, write_draft
+
 # Columns of a request's row; see late_copy.py.
 PROMPT = tl.constexpr(0)
 KNOWN = tl.constexpr(1)
@@ -44,13 +46,8 @@ NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _column(row, column):  # type: ignore[no-untyped-def]
-    return tl.load(row + column).to(tl.int32)
-
-
-@triton.jit
-def _text(row, column):  # type: ignore[no-untyped-def]
-    return tl.load(row + column).to(tl.pointer_type(tl.int32))
+def _text(row, number):  # type: ignore[no-untyped-def]
+    return tl.load(row + number).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -65,13 +62,13 @@ def _follow(row, num_said, folded, unsayable, NEW: tl.constexpr):  # type: ignor
 
     A request with more such tokens than a step can give has none that may be used.
     """
-    known = _column(row, KNOWN)
-    cursor = _column(row, CURSOR)
-    lost_at = _column(row, LOST_AT)
-    num_lost = _column(row, NUM_LOST)
+    known = column(row, KNOWN)
+    cursor = column(row, CURSOR)
+    lost_at = column(row, LOST_AT)
+    num_lost = column(row, NUM_LOST)
     said = _text(row, SAID)
     source = _text(row, SOURCE)
-    size = _column(row, SOURCE_SIZE)
+    size = column(row, SOURCE_SIZE)
     num_new = num_said - known
     at = tl.arange(0, NEW)
     is_new = at < num_new
@@ -81,11 +78,11 @@ def _follow(row, num_said, folded, unsayable, NEW: tl.constexpr):  # type: ignor
     differs = is_new & ((exists == 0) | (new != copied))
     num_followed = tl.minimum(tl.min(tl.where(differs, at, NEW), axis=0), num_new)
     goes_on = (cursor >= 0) & (num_followed == num_new)
-    failed_guess = (_column(row, GUESSING) != 0) & (num_followed == 0)
+    failed_guess = (column(row, GUESSING) != 0) & (num_followed == 0)
     stops = (cursor >= 0) & (goes_on == 0) & (failed_guess == 0)
     num_lost = tl.where(stops, 0, num_lost) + tl.where(goes_on, 0, num_new - num_followed)
     lost_at = tl.where(stops, cursor + num_followed, lost_at)
-    agreeing = tl.where(goes_on, _column(row, AGREEING) + num_new, 0)
+    agreeing = tl.where(goes_on, column(row, AGREEING) + num_new, 0)
     cursor = tl.where(goes_on, cursor + num_new, -1)
     return cursor, agreeing, lost_at, num_lost
 
@@ -106,7 +103,7 @@ def search_texts(  # type: ignore[no-untyped-def]
     """The longest end of the output in one block of one text, and where it stands there."""
     request, which, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = rows_ptr + request * NUM_COLUMNS
-    num_said = tl.load(lengths_ptr + tl.load(places_ptr + request)) - _column(row, PROMPT)
+    num_said = tl.load(lengths_ptr + tl.load(places_ptr + request)) - column(row, PROMPT)
     cursor, agreeing_before, lost_at, _ = _follow(row, num_said, folded_ptr, unsayable, NEW)
     said = _text(row, SAID)
     is_lost = cursor < 0
@@ -114,10 +111,10 @@ def search_texts(  # type: ignore[no-untyped-def]
     text, size, limit = said, tl.where(is_lost, num_said - 1, 0), tl.minimum(num_said, MAX_NGRAM)
     if which == IN_SOURCE:
         text = _text(row, SOURCE)
-        size = tl.where(is_lost, _column(row, SOURCE_SIZE), 0)
+        size = tl.where(is_lost, column(row, SOURCE_SIZE), 0)
     if which == IN_ANSWERS:
         text = _text(row, ANSWERS)
-        size = tl.where(agreeing_before < MAX_NGRAM, _column(row, ANSWERS_SIZE), 0)
+        size = tl.where(agreeing_before < MAX_NGRAM, column(row, ANSWERS_SIZE), 0)
         limit = tl.minimum(num_said + 1, MAX_NGRAM)  # a short output begins behind a separator
     at = block * BLOCK + tl.arange(0, BLOCK)
     agrees = at < size
@@ -188,7 +185,7 @@ def _choose(  # type: ignore[no-untyped-def]
 ):
     """The text to draft from and the place in it; NO_TEXT if nothing is foreseen."""
     cursor, agreeing, lost_at, num_lost = _follow(row, num_said, folded, unsayable, NEW)
-    source_size = _column(row, SOURCE_SIZE)
+    source_size = column(row, SOURCE_SIZE)
     per_text = num_blocks * NUM_FOUND
     length, count, latest, following = _best(found + IN_SOURCE * per_text, num_blocks, CHUNK)
     own_length, _, own_latest, _ = _best(found + IN_SAID * per_text, num_blocks, CHUNK)
@@ -216,7 +213,7 @@ def _choose(  # type: ignore[no-untyped-def]
     # An earlier answer that agrees in more tokens, and goes on.
     length, _, latest, _ = _best(found + IN_ANSWERS * per_text, num_blocks, CHUNK)
     takes_answer = (agreeing < MAX_NGRAM) & (length >= MIN_NGRAM) & (length > agreeing)
-    takes_answer = takes_answer & (latest < _column(row, ANSWERS_SIZE))
+    takes_answer = takes_answer & (latest < column(row, ANSWERS_SIZE))
     behind = tl.load(_text(row, ANSWERS) + latest, mask=takes_answer, other=unsayable)
     takes_answer = takes_answer & (behind < unsayable)
 
@@ -250,7 +247,7 @@ def gather_drafts(  # type: ignore[no-untyped-def]
     """A request's draft: from its source, its output, or an earlier answer."""
     request = tl.program_id(0)
     row = rows_ptr + request * NUM_COLUMNS
-    num_said = tl.load(lengths_ptr + tl.load(places_ptr + request)) - _column(row, PROMPT)
+    num_said = tl.load(lengths_ptr + tl.load(places_ptr + request)) - column(row, PROMPT)
     which, begin = _choose(
         row,
         found_ptr + request * NUM_TEXTS * num_blocks * NUM_FOUND,
@@ -270,9 +267,9 @@ def gather_drafts(  # type: ignore[no-untyped-def]
     )
     said = _text(row, SAID)
     place = tl.arange(0, PADDED)
-    in_source = (which == IN_SOURCE) & (begin + place < _column(row, SOURCE_SIZE))
+    in_source = (which == IN_SOURCE) & (begin + place < column(row, SOURCE_SIZE))
     tokens = tl.load(_text(row, SOURCE) + begin + place, mask=in_source, other=unsayable)
-    in_answers = (which == IN_ANSWERS) & (begin + place < _column(row, ANSWERS_SIZE))
+    in_answers = (which == IN_ANSWERS) & (begin + place < column(row, ANSWERS_SIZE))
     earlier = tl.load(_text(row, ANSWERS) + begin + place, mask=in_answers, other=unsayable)
     tokens = tl.where(which == IN_ANSWERS, earlier, tokens)
     # A repetition shorter than the draft repeats itself, as a loop would.
@@ -282,11 +279,8 @@ def gather_drafts(  # type: ignore[no-untyped-def]
     tokens = tl.where(which == IN_SAID, own, tokens)
     # Up to the first token that the model cannot say, which separators are, too.
     end = tl.min(tl.where(tokens >= unsayable, place, PADDED), axis=0)
-    num_new = num_said - _column(row, KNOWN)
-    most = tl.where((num_new >= 0) & (num_new <= NEW), _column(row, MOST), 0)
+    num_new = num_said - column(row, KNOWN)
+    most = tl.where((num_new >= 0) & (num_new <= NEW), column(row, MOST), 0)
     last = tl.load(said + num_said - 1)
-    tl.store(
-        drafts_ptr + request * NUM_DRAFTED + place,
-        tl.where(place < tl.minimum(end, most), tokens, last).to(tl.int64),
-        mask=place < NUM_DRAFTED,
-    )
+    num_tokens = tl.minimum(end, most)
+    write_draft(drafts_ptr, request, tokens, num_tokens, last, NUM_DRAFTED, PADDED)

@@ -8,19 +8,8 @@ written once more without an index: so a device can follow it (``late_kernels.py
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vllm_spec_ext.proposers.input_copy.copy_state import LOST
+from vllm_spec_ext.proposers.input_copy.copy_state import LOST, LateState
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions
-
-
-class LateState(NamedTuple):
-    """What is known of a copy; older than the text."""
-
-    num_known: int  # output tokens that it was made of
-    cursor: int = 0
-    num_agreeing: int = 0
-    lost_at: int = LOST
-    num_lost: int = 0
-    guessing: bool = False
 
 
 class Texts(NamedTuple):

@@ -52,7 +52,8 @@ CHECKS = (
     Check(
         "late_tables",
         "late:late_tables",
-        "drafts looked up on the device, from what the host knew one step before: as many accepted",
+        "drafts of `input_copy` looked up on the device, from what the host knew one step before: "
+        "as many accepted",
         "v2",
     ),
     Check(

@@ -22,14 +22,28 @@ from vllm_spec_ext.engine.v2 import rejection
 from vllm_spec_ext.engine.v2.late_tables import late_steps
 
 COPY = {"method": "input_copy", "num_speculative_tokens": 8}
+NGRAM = {"method": "adaptive_ngram", "num_speculative_tokens": 4, "tree": False}
+LATE = {"input_copy": COPY, "adaptive_ngram": NGRAM}
 # Few tokens to choose from: the text repeats itself, so that copies are right.
 FEW = {"allowed_token_ids": [40, 42, 44], "ignore_eos": True}
 LENGTHS = (12, 60, 33, 1, 70, 2, 47, 59)
 REPEATED = Scenario([{"max_tokens": n, **FEW} for n in LENGTHS], PROMPTS)
 
 
+@pytest.fixture(scope="module", params=LATE)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of each method that drafts late."""
+    return LATE[request.param]
+
+
 @pytest.fixture(scope="module")
-def engine(make_engine: Any) -> Any:
+def engine(make_engine: Any, config: dict[str, Any]) -> Any:
+    return make_engine(speculative_config=config, async_scheduling=True)
+
+
+@pytest.fixture(scope="module")
+def copies(make_engine: Any) -> Any:
+    """One engine, for what no method does in its own way."""
     return make_engine(speculative_config=COPY, async_scheduling=True)
 
 
@@ -46,7 +60,7 @@ def fresh(engine: Any) -> Any:
 
 
 @pytest.fixture
-def num_rows(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def num_rows(copies: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Requests in each step that verified drafts."""
     steps: list[int] = []
     verify = rejection.WalkSampler._verify
@@ -60,28 +74,32 @@ def num_rows(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
 
 
 def test_the_start_up_line_says_so(make_engine: Any, caplog: pytest.LogCaptureFixture) -> None:
-    reasons = {
-        "input_copy": "looked up on the device in tables one step old",
-        "oracle": "made behind each step's tokens (its drafts are trees)",
-    }
-    for method, reason in reasons.items():
-        config = COPY if method == "input_copy" else METHODS[method]
+    late = "asynchronous scheduling, drafts looked up on the device in tables one step old"
+    waits = "asynchronous scheduling, drafts made behind each step's tokens (its drafts are trees)"
+    expected = (
+        (COPY, "chains", late),
+        (NGRAM, "chains", late),
+        (METHODS["oracle"], "trees", waits),
+    )
+    for config, shape, reason in expected:
+        method = config["method"]
         runner = runner_of(make_engine(speculative_config=config, async_scheduling=True))
-        assert (runner.late_steps is None) == (method == "oracle")
+        assert (runner.late_steps is None) == (reason == waits)
         logger = logging.getLogger("vllm.spec_ext")
         logger.addHandler(caplog.handler)
         with caplog.at_level(logging.INFO, logger="vllm.spec_ext"):
             runner.drafter.load_model(runner.get_model())
         logger.removeHandler(caplog.handler)
         [line] = {message for message in caplog.messages if f"method {method}," in message}
-        assert f"asynchronous scheduling, drafts {reason}" in line
+        assert f"drafts {shape}" in line
+        assert reason in line
 
 
 @pytest.mark.parametrize("name", ["prefix_reused", "penalties", "regex", "several_samples"])
-def test_same_tokens(name: str, plain: Any, engine: Any) -> None:
+def test_same_tokens(name: str, plain: Any, copies: Any) -> None:
     reference = run(plain, SCENARIOS[name])
     for _ in range(1 + (name == "prefix_reused")):  # the same again, with earlier answers
-        outputs = run(engine, SCENARIOS[name])
+        outputs = run(copies, SCENARIOS[name])
         assert tokens(outputs) == tokens(reference)
         for ours, theirs in zip(outputs, reference, strict=True):
             for a, b in zip(ours.outputs, theirs.outputs, strict=True):
@@ -122,9 +140,13 @@ def count_steps(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_as_many_drafts_as_with_synchronous_scheduling(
-    expected: Any, engine: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    expected: Any,
+    config: dict[str, Any],
+    engine: Any,
+    make_engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waiting = make_engine(speculative_config={**COPY, **ALWAYS_DRAFT})
+    waiting = make_engine(speculative_config={**config, **ALWAYS_DRAFT})
     num_tokens = sum(len(answer[0]) for answer in expected)
     counts = []
     for one in (engine, waiting):
@@ -134,8 +156,9 @@ def test_as_many_drafts_as_with_synchronous_scheduling(
         assert sum(steps) >= num_tokens, "every step was read"
         counts.append(len(steps))
     late, sync = counts
-    assert sync < 0.6 * num_tokens, "copies are right"
-    assert late <= 1.02 * sync
+    assert sync < 0.75 * num_tokens, "drafts are right"
+    # An n-gram is learned one step late, and these short texts have hardly any others.
+    assert late <= (1.02 if config is COPY else 1.1) * sync
 
 
 def test_an_old_query_drafts_less(
@@ -161,7 +184,7 @@ def test_an_old_query_drafts_less(
 
 
 def test_a_wrong_verification_shows(
-    expected: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+    expected: Any, copies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: were all drafts accepted, the text would be another."""
     follow = rejection.follow_chains
@@ -175,13 +198,13 @@ def test_a_wrong_verification_shows(
         return tokens, sizes
 
     monkeypatch.setattr(rejection, "follow_chains", accept_all)
-    assert tokens(run(fresh(engine), REPEATED)) != expected
+    assert tokens(run(fresh(copies), REPEATED)) != expected
 
 
 def test_nobody_waits_for_the_step_that_is_queued(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
+    copies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runner_of(engine)
+    runner = runner_of(copies)
     sample, told = runner.sample_tokens, []
 
     def watch(*args: Any) -> Any:
@@ -190,7 +213,7 @@ def test_nobody_waits_for_the_step_that_is_queued(
         return output
 
     monkeypatch.setattr(runner, "sample_tokens", watch)
-    run(engine, replace(REPEATED, prompts=PROMPTS[:3]))
+    run(copies, replace(REPEATED, prompts=PROMPTS[:3]))
     assert len(told) > 5
     assert not any(told)
 
@@ -235,15 +258,19 @@ def test_the_host_says_what_the_device_drafted(
     assert all(outcome.num_accepted <= outcome.num_drafted for outcome in outcomes)
     assert len(runner.spec_states) <= 1
     assert len(runner.spec_requests) <= 1
-    assert len(proposer._copies) <= 1
+    kept = getattr(proposer, "_copies", None)
+    assert len(proposer.drafter.learner.states if kept is None else kept) <= 1
 
 
-def test_preemption(plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preemption(
+    plain: Any, make_engine: Any, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests come back in other places, with what they had said."""
     scenario = Scenario([{"max_tokens": 50, **FEW}], PROMPTS)
     answers = tokens(run(plain, scenario))
-    config = {"speculative_config": COPY, "async_scheduling": True}
-    engine = make_engine(**config, num_gpu_blocks_override=12)
+    engine = make_engine(
+        speculative_config=config, async_scheduling=True, num_gpu_blocks_override=12
+    )
     preempted = count_preempted(engine, monkeypatch)
     assert tokens(run(engine, scenario)) == answers
     assert preempted
@@ -267,7 +294,7 @@ def test_second_turns(plain: Any, engine: Any) -> None:
         assert tokens(run(engine, second)) == answers
 
 
-def test_sources_of_requests(plain: Any, engine: Any, num_rows: list[int]) -> None:
+def test_sources_of_requests(plain: Any, copies: Any, num_rows: list[int]) -> None:
     """A span of the prompt, tokens beside it, and a request that wants no drafts."""
     base = Scenario([{"max_tokens": 30, "ignore_eos": True}], PROMPTS[:4])
     answers = tokens(run(plain, base))
@@ -278,20 +305,20 @@ def test_sources_of_requests(plain: Any, engine: Any, num_rows: list[int]) -> No
         {"source_token_ids": answers[3][0], "max_draft_tokens": 2},
     ]
     params = [sampling_params(base.params[0], extra) for extra in given]
-    outputs = fresh(engine).generate(base.prompts, params, use_tqdm=False)
+    outputs = fresh(copies).generate(base.prompts, params, use_tqdm=False)
     assert tokens(outputs) == answers
     # The first knew its answer: 30 tokens in about 30 / 9 steps, and then the batch is smaller.
     assert min(num_rows) < 4
 
 
 def test_a_failing_look_up_costs_drafts_alone(
-    expected: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+    expected: Any, copies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = runner_of(fresh(engine)).drafter.late
+    late = runner_of(fresh(copies)).drafter.late
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("look-up")
 
     monkeypatch.setattr(late, "draft", fail)
     monkeypatch.setenv("VLLM_SPEC_EXT_STRICT", "0")
-    assert tokens(run(engine, REPEATED)) == expected
+    assert tokens(run(copies, REPEATED)) == expected

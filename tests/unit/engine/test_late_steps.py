@@ -124,7 +124,7 @@ DRAFTER = {
     "models": (),
     "views": (),
     "late": object(),
-    "info": SimpleNamespace(tree=False),
+    "not_late_because": "its tables are too large",
 }
 SETTINGS = {"online": None, "rule": None}
 
@@ -133,8 +133,7 @@ SETTINGS = {"online": None, "rule": None}
     ("drafter", "settings", "reason"),
     [
         ({}, {}, None),
-        ({"late": None}, {}, "it looks up on the host alone"),
-        ({"late": None, "info": SimpleNamespace(tree=True)}, {}, "its drafts are trees"),
+        ({"late": None}, {}, "its tables are too large"),
         ({"ranks": SimpleNamespace(is_alone=False)}, {}, "several tensor-parallel ranks"),
         ({"models": ("one",)}, {}, "by running models"),
         ({}, {"online": "folder"}, "learns while it serves"),

@@ -37,6 +37,7 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
+from vllm_spec_ext.proposers.late_drafting import why_on_host
 from vllm_spec_ext.scorers.walk.multi_step import warm_up as warm_up_multi_step
 from vllm_spec_ext.scorers.walk.tree import warm_up as warm_up_walk
 
@@ -101,7 +102,13 @@ class Drafter:
         self._close_online: weakref.finalize[Any, Any] | None = None
         self.late: LateDrafter | None = None
         """What drafts on the device, where the scheduler is asynchronous and the method can."""
+        self.not_late_because = why_on_host(self.drafts_trees)
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether drafts may branch, with the method's options."""
+        return self.info.drafts_trees(self._settings.options)
 
     @property
     def waits_because(self) -> str | None:
@@ -144,7 +151,7 @@ class Drafter:
             self.info.name,
             self._num_draft_tokens,
             "lossless" if self._settings.lossless else f"NOT lossless ({self._settings.rule})",
-            "trees" if self.info.tree else "chains",
+            "trees" if self.drafts_trees else "chains",
             self._settings.runner,
             scheduling(self._is_async, self.waits_because),
         )
@@ -294,7 +301,9 @@ class Drafter:
         self._start_online(fresh)
         make_late = getattr(self._proposer, "late_drafter", None)  # not all are BaseProposers
         if self._is_async and make_late is not None:
-            self.late = make_late(self._engine)
+            made = make_late(self._engine)
+            self.late = None if isinstance(made, str) else made
+            self.not_late_because = made if isinstance(made, str) else ""
         # Where nobody calls close(), when this object goes or the interpreter ends.
         self._close_proposer = weakref.finalize(self, _close, self._proposer)
         return None, []

@@ -15,6 +15,7 @@ def register() -> None:
     if vllm.triton_utils.HAS_TRITON and not getattr(register, "done", False):
         register.done = True  # type: ignore[attr-defined]
         _accept_masks_of_numbers()
+        _keep_what_was_compared_apart()
         _patch_language_once()
         _top_k_top_p_by_torch()
         if os.environ.get(ASYNC) == "1":
@@ -38,6 +39,22 @@ def _accept_masks_of_numbers() -> None:
 
     InterpreterBuilder.create_masked_load = create_masked_load
     InterpreterBuilder.create_masked_store = create_masked_store
+
+
+def _keep_what_was_compared_apart() -> None:
+    """A comparison of float64 counts as float64 itself, and is no mask once it is broadcast."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    splat = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        if arg.data.dtype == np.bool_:
+            arg = TensorHandle(arg.data, tl.int1)
+        return splat(self, ret_ty, arg)
+
+    InterpreterBuilder.create_splat = create_splat
 
 
 def _patch_language_once() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from vllm_spec_ext.proposers.base import UNSALTED, EngineHandle, RequestStep, StepContext
 from vllm_spec_ext.proposers.input_copy import InputCopy
-from vllm_spec_ext.proposers.input_copy.copy_state import CopyState
-from vllm_spec_ext.proposers.input_copy.late_reference import LateState, Texts
+from vllm_spec_ext.proposers.input_copy.copy_state import LateState
+from vllm_spec_ext.proposers.input_copy.late_reference import Texts
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions, InputCopyRequest
 
 VOCAB = 10
@@ -46,17 +46,6 @@ class Moment:
     texts: Texts
     drafted: list[int]
     late: Any  # what `late` returned
-
-
-def state_of(copy: CopyState) -> LateState:
-    return LateState(
-        len(copy.output),
-        copy.cursor,
-        copy.num_agreeing,
-        copy.lost_at,
-        copy.num_lost,
-        copy.guessing,
-    )
 
 
 def start(options: dict[str, Any]) -> InputCopy:
@@ -94,7 +83,7 @@ def moments(
         name, output = f"r{number}", list[int]()
         copy = proposer.known_copy(step_of(name, request, [], []))
         for new in request.steps:
-            before, known = state_of(copy), step_of(name, request, output, [])
+            before, known = LateState.of(copy), step_of(name, request, output, [])
             output += new
             step = step_of(name, request, output, new)
             memory = proposer.earlier_answers(UNSALTED)

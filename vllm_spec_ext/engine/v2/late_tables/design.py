@@ -25,7 +25,7 @@ def why_waiting(drafter: "Drafter", settings: MethodSettings) -> str | None:
     if settings.rule is not None and not settings.rule.is_strict:
         return "a relaxed rule looks at drafts on the host"
     if drafter.late is None:
-        return "its drafts are trees" if drafter.info.tree else "it looks up on the host alone"
+        return drafter.not_late_because
     return None
 
 

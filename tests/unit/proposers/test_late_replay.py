@@ -3,6 +3,8 @@
 
 import random
 
+import pytest
+
 import late_tables
 from vllm_spec_ext.cli.simulate import make_points
 from vllm_spec_ext.replay import Recording
@@ -19,9 +21,11 @@ def recordings() -> list[Recording]:
     return found
 
 
-def test_no_draft_is_lost() -> None:
-    [point] = make_points("input_copy", [{"num_speculative_tokens": 6}])
-    found = late_tables.figures(recordings(), point, None, "MODEL")
+@pytest.mark.parametrize("method", late_tables.METHODS)
+def test_no_draft_is_lost(method: str) -> None:
+    options = {**late_tables.METHODS[method], "num_speculative_tokens": 6}
+    [point] = make_points(method, [options])
+    found = late_tables.figures(method, recordings(), point, None, "MODEL")
     sync, behind, late, old = (found[design] for design in late_tables.DESIGNS)
     assert sync > 2.0
     assert behind >= 0.97 * sync
