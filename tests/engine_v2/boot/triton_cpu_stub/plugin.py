@@ -4,6 +4,8 @@
 import os
 from typing import Any
 
+from . import quick_interpreter
+
 ASYNC = "TRITON_CPU_STUB_ASYNC"
 """Environment: ``1`` lets ``async_scheduling=True`` stand, which vLLM switches off on CPUs."""
 
@@ -17,6 +19,7 @@ def register() -> None:
         _accept_masks_of_numbers()
         _keep_what_was_compared_apart()
         _patch_language_once()
+        quick_interpreter.register()
         _top_k_top_p_by_torch()
         if os.environ.get(ASYNC) == "1":
             _keep_async_scheduling()
