@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm_spec_ext.cli.cache_folder import cache_folder
+from vllm_spec_ext.cache_folder import cache_folder
 from vllm_spec_ext.errors import SpecExtError
 
 BINARIES = ".so"

@@ -48,7 +48,7 @@ def start_engine(given: argparse.Namespace, online: dict[str, Any]) -> tuple[Any
     """An engine whose drafter learns.
 
     Args:
-        given: Arguments of the command line: model, drafter, method, draft_tokens, batch.
+        given: Arguments of the command line: model, drafter, method, draft_tokens, batch, dtype.
         online: Options of ``online``.
 
     Returns:
@@ -58,7 +58,7 @@ def start_engine(given: argparse.Namespace, online: dict[str, Any]) -> tuple[Any
 
     llm: Any = LLM(
         given.model,
-        dtype="float32",
+        dtype=given.dtype,
         max_model_len=1024,
         max_num_seqs=given.batch,
         kv_cache_memory_bytes=1 << 30,
@@ -144,6 +144,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--order", required=True, help="names of domains, separated by commas")
     parser.add_argument("--requests", type=int, default=300, help="of each domain in the order")
     parser.add_argument("--window", type=int, default=25, help="requests of a line")
+    parser.add_argument("--dtype", default="float32", help="of the target")
     parser.add_argument("--batch", type=int, default=8, help="requests at a time")
     parser.add_argument("--tokens", type=int, default=96, help="most of an answer")
     parser.add_argument("--guard", type=float, default=0.25)

@@ -85,6 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--setting", action="append", default=[], help="RATE,BATCH,STEPS")
     parser.add_argument("--requests", type=int, default=160, help="of each domain")
     parser.add_argument("--judge", type=int, default=40, help="later ones of each domain")
+    parser.add_argument("--dtype", default="float32", help="of the target")
     parser.add_argument("--batch", type=int, default=8, help="requests at a time")
     parser.add_argument("--tokens", type=int, default=64, help="most of an answer")
     return parser.parse_args()

@@ -32,8 +32,8 @@ from typing import Any
 from published_runs import environment
 from request_fuzz import GOOD, MAX_MODEL_LEN, VLLMS_OWN, FuzzRequest, generate, good_body
 
+from vllm_spec_ext.cache_folder import cache_folder
 from vllm_spec_ext.cli import vllm_metadata
-from vllm_spec_ext.cli.cache_folder import cache_folder
 from vllm_spec_ext.proposers import registry
 
 NAME = "tiny"

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 from published_runs import model_folder, vllm_spec
 
+from vllm_spec_ext.cache_folder import cache_folder
 from vllm_spec_ext.cli import vllm_metadata
-from vllm_spec_ext.cli.cache_folder import cache_folder
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
 
 pytestmark = [

@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_spec_ext.cli.cache_folder import cache_folder
+from vllm_spec_ext.cache_folder import cache_folder
 from vllm_spec_ext.cli.gguf_conversion import dequantise_in_child
 from vllm_spec_ext.cli.stage_bars import Progress, stage_bars
 from vllm_spec_ext.errors import SpecExtError

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_spec_ext.cache_folder import cache_folder
 from vllm_spec_ext.cli import vllm_metadata
-from vllm_spec_ext.cli.cache_folder import cache_folder
 from vllm_spec_ext.cli.file_check import check_files
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
 from vllm_spec_ext.compat import require

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from vllm_spec_ext.compat import hooks, reads
-from vllm_spec_ext.compat.entries import Entry, Hook, HookStatus, Reads
+from vllm_spec_ext.compat import hooks, reads, remembered
+from vllm_spec_ext.compat.entries import Entry, Hook, HookStatus, Part, Reads
 from vllm_spec_ext.compat.hooks_v2 import FUNCTIONS_V2
 from vllm_spec_ext.compat.reads_v2 import CLASSES_V2
 from vllm_spec_ext.compat.source import Source, string_constant, unpacked
@@ -87,13 +87,20 @@ def check(root: Path | None = None, hooks: Sequence[Entry] = HOOKS) -> list[Hook
     Raises:
         IncompatibleVLLMError: There is no vLLM at all.
     """
+    return _look_up(Source(_existing(root)), hooks)
+
+
+def _existing(root: Path | None) -> Path:
     root = root or find_root()
     if root is None or not (root / "vllm").is_dir():
         raise IncompatibleVLLMError(
             f"no vLLM found{'' if root is None else f' in {root}'}; expected vLLM {SUPPORTED}; "
             f"fix: {PIP_COMMAND}"
         )
-    source = Source(root)
+    return root
+
+
+def _look_up(source: Source, hooks: Sequence[Entry]) -> list[HookStatus]:
     # Module by module, so that each large file is parsed once.
     order = sorted(range(len(hooks)), key=lambda place: hooks[place].module)
     found = {place: source.look_up(hooks[place]) for place in order}
@@ -109,10 +116,12 @@ def problems(statuses: Iterable[HookStatus]) -> list[str]:
 def require(root: Path | None = None) -> None:
     """Make sure that the installed vLLM has every hook of the engine; looks once a process.
 
+    What was in order is not parsed again by later processes (:mod:`.remembered`).
+
     Raises:
         IncompatibleVLLMError: With found, expected, the pip command and how to disable us.
     """
-    wrong = problems(check(root, [entry for entry in HOOKS if entry.part == "engine"]))
+    wrong = _problems_of("engine", root)
     if wrong:
         raise IncompatibleVLLMError(
             f"vLLM {vllm_version(root) or 'of unknown version'} lacks what vllm-spec-ext relies "
@@ -123,4 +132,15 @@ def require(root: Path | None = None) -> None:
 @cache
 def missing_for_v2(root: Path | None = None) -> tuple[str, ...]:
     """What our part of the V2 model runner needs and the installed vLLM lacks; looks once."""
-    return tuple(problems(check(root, [entry for entry in HOOKS if entry.part == "v2"])))
+    return tuple(_problems_of("v2", root))
+
+
+def _problems_of(part: Part, root: Path | None) -> list[str]:
+    folder, entries = _existing(root), [entry for entry in HOOKS if entry.part == part]
+    if remembered.is_in_order(folder, entries):
+        return []
+    source = Source(folder)
+    wrong = problems(_look_up(source, entries))
+    if not wrong:
+        remembered.remember(folder, entries, source.files)
+    return wrong

@@ -50,6 +50,8 @@ class Source:
             root: Folder that holds the package ``vllm``.
         """
         self._root = root
+        self.files: set[Path] = set()
+        """Those that were parsed."""
         self.tree = lru_cache(_MAX_TREES)(self._parse)
 
     def _parse(self, module: str) -> ast.Module | None:
@@ -57,6 +59,7 @@ class Source:
         file = self._file(module)
         if file is None:
             return None
+        self.files.add(file)
         return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
 
     def _file(self, module: str) -> Path | None:

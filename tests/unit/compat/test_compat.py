@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hook map against the installed vLLM, and against sources in which something changed."""
 
+import ast
 import dataclasses
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,12 @@ from vllm_spec_ext.errors import IncompatibleVLLMError
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
 )
+
+
+@pytest.fixture(autouse=True)
+def _a_cache_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
 
 METHOD = Hook("vllm.runner", "Runner.step", "test", names=("a", "b"), exact=True)
 
@@ -193,6 +201,56 @@ def test_what_only_tools_need_does_not_keep_an_engine_from_starting(
     monkeypatch.setattr(compat, "HOOKS", (dataclasses.replace(gone, part="engine"),))
     with pytest.raises(IncompatibleVLLMError, match="has no attribute gone"):
         compat.require.__wrapped__(tmp_path)
+
+
+def test_what_was_in_order_is_looked_up_again_when_its_source_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = tmp_path / "site"
+    write(root, "class Runner(Base):\n    own = 1\n\nfrom vllm.base import Base\n")
+    write(root, "class Base:\n    there = 1\n", "vllm.base")
+    reads = Reads("vllm.runner", "Runner", "test", {"own": "int", "there": "int"})
+    monkeypatch.setattr(compat, "HOOKS", (reads,))
+    parsed: list[str] = []
+    parse = compat.Source._parse
+
+    def watched(self: compat.Source, module: str) -> ast.Module | None:
+        parsed.append(module)
+        return parse(self, module)
+
+    monkeypatch.setattr(compat.Source, "_parse", watched)
+    require = compat.require.__wrapped__
+    require(root)
+    assert parsed
+    parsed.clear()
+    require(root)
+    assert not parsed
+    # Another hook map, and another vLLM.
+    monkeypatch.setattr(compat, "HOOKS", (dataclasses.replace(reads, attributes={"own": "int"}),))
+    require(root)
+    assert parsed
+    monkeypatch.setattr(compat, "HOOKS", (reads,))
+    write(root, "class Base:\n    gone = 1\n", "vllm.base")  # as long as before
+    os.utime(root / "vllm/base.py", ns=(1, 1))
+    with pytest.raises(IncompatibleVLLMError, match="has no attribute there"):
+        require(root)
+    with pytest.raises(IncompatibleVLLMError, match="has no attribute there"):
+        require(root)  # what is wrong is not remembered
+
+
+def test_a_damaged_note_and_a_folder_that_cannot_be_written_do_no_harm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root = tmp_path / "site"
+    write(root, "class Runner:\n    own = 1\n")
+    monkeypatch.setattr(compat, "HOOKS", (Reads("vllm.runner", "Runner", "t", {"own": "int"}),))
+    compat.require.__wrapped__(root)
+    (note,) = (tmp_path / "cache/vllm-spec-ext/compat").iterdir()
+    for content in ("", "[]", "{}", '{"x": 1', '{"/nowhere": [1, 2]}'):
+        note.write_text(content)
+        compat.require.__wrapped__(root)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache/vllm-spec-ext/compat" / note.name))
+    compat.require.__wrapped__(root)
 
 
 def test_require_names_found_expected_fix_and_how_to_disable(tmp_path: Path) -> None:

@@ -8,26 +8,36 @@ version is loaded; to use it is to put layers into others.
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.models.qwen3_dflash import (
+        DFlashQwen3DecoderLayer,
+        DFlashQwen3ForCausalLM,
+    )
 
-def layers_of(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+
+def layers_of(
+    module: torch.nn.Module, weights: Mapping[str, torch.Tensor]
+) -> dict[str, torch.nn.Module]:
     """Layers of this rank with other weights, by their paths in the module; nothing changes there.
 
     Args:
         module: vLLM's model, unquantized.
         weights: Whole ones, by their names in the checkpoint.
     """
-    model: Any = module.model
+    model = cast("DFlashQwen3ForCausalLM", module).model
     made = {"model.norm": _norm(model.norm, weights["norm.weight"])}
+    layer: DFlashQwen3DecoderLayer
     for number, layer in enumerate(model.layers):
         names = f"layers.{number}"
         place = f"model.{names}"
         for kind in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm"):
-            own = layer.get_submodule(kind)
-            made[f"{place}.{kind}"] = _norm(own, weights[f"{names}.{kind}.weight"])
+            own_norm = module.get_submodule(f"{place}.{kind}")
+            made[f"{place}.{kind}"] = _norm(own_norm, weights[f"{names}.{kind}.weight"])
         attention, mlp = layer.self_attn, layer.mlp
         qkv = attention.qkv_proj
         queries, keys, values = (weights[f"{names}.self_attn.{kind}_proj.weight"] for kind in "qkv")
@@ -40,8 +50,8 @@ def layers_of(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> d
         made[f"{place}.self_attn.qkv_proj"] = _linear(qkv, torch.cat(rows))
         up = mlp.gate_up_proj
         both = [
-            _part(weights[f"{names}.mlp.{kind}_proj.weight"], 0, own, up.tp_rank)
-            for kind, own in zip(("gate", "up"), up.output_partition_sizes, strict=True)
+            _part(weights[f"{names}.mlp.{kind}_proj.weight"], 0, own_size, up.tp_rank)
+            for kind, own_size in zip(("gate", "up"), up.output_partition_sizes, strict=True)
         ]
         made[f"{place}.mlp.gate_up_proj"] = _linear(up, torch.cat(both))
         for kind, own in (("self_attn.o_proj", attention.o_proj), ("mlp.down_proj", mlp.down_proj)):
@@ -62,22 +72,22 @@ def _part(whole: torch.Tensor, dim: int, size: int, number: int) -> torch.Tensor
     return whole.narrow(dim, number * size, size)
 
 
-def _norm(norm: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
-    return _with_weight(norm, weight, norm.weight.dtype, norm.weight.device)
-
-
-def _linear(linear: Any, weight: torch.Tensor) -> torch.nn.Module:
-    made: Any = _with_weight(linear, weight, linear.params_dtype, linear.weight.device)
-    made.quant_method.process_weights_after_loading(made)
+def _linear(linear: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
+    facts = cast("LinearBase", linear)
+    # Its own weight may be empty and of any type, where the platform packed it.
+    made = _with_weight(linear, weight.to(facts.params_dtype))
+    facts.quant_method.process_weights_after_loading(made)
     return made
 
 
-def _with_weight(
-    layer: torch.nn.Module, weight: torch.Tensor, dtype: Any, device: Any
-) -> torch.nn.Module:
+def _norm(norm: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
+    return _with_weight(norm, weight.to(norm.get_parameter("weight").dtype))
+
+
+def _with_weight(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
     """A shallow copy with another weight, which is copied."""
     made = copy.copy(layer)
     made._parameters = dict(layer._parameters)
-    weight = weight.to(device, dtype, copy=True).contiguous()
+    weight = weight.to(layer.get_parameter("weight").device, copy=True).contiguous()
     made.weight = torch.nn.Parameter(weight, requires_grad=False)
     return made
