@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 8
 _LEAST_WEIGHTS = 16 << 20  # of all layers; fewer lie in a processor's caches
-_MOST_WEIGHTS = 64 << 20  # of the layers that are measured
+_MOST_WEIGHTS = 32 << 20  # of the layers that are measured
 _REPEATS = 5
 _LEAST_GAIN = 0.03  # of the time of the layers
 
@@ -53,7 +53,7 @@ class RowPadding:
     def measured(
         cls, layers: Sequence[Layer], clock: Callable[[], float] = time.perf_counter
     ) -> "RowPadding | None":
-        """Time products with some rows; takes about a second.
+        """Time products with some rows; takes half a second or so.
 
         Args:
             layers: The model's.
