@@ -124,15 +124,31 @@ def serve(drafter: Path, make_engine: Any, tmp_path: Path) -> Iterator[Serve]:
         served.drafter.close()
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("tree", "exchanged"),
+    [(False, False), (True, False), (False, True)],
+    ids=["chain", "tree", "exchanged"],
+)
 def test_the_student_drafts_as_the_engine_did(
     tree: bool,
+    exchanged: bool,
     serve: Serve,
     tiny_model: Path,
+    tmp_path: Path,
     records: list[Record],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From the recorded text alone it has the probabilities that the engine's slots had."""
+    """From the recorded text alone it has the probabilities that the engine's slots had, with the
+    weights of the start or with all others that a version may have."""
     served = serve(tree=tree)
+    version = version_folder(served.folder, 0)
+    if exchanged:
+        files, version = served.noise(2), tmp_path / "noise"
+        for name, data in files.items():
+            (version / name).parent.mkdir(parents=True, exist_ok=True)
+            (version / name).write_bytes(data)
+        served.drafter._proposer.use_weights(served.weights(files))
+        monkeypatch.setattr(served.session, "begin_step", lambda: None)
     run(served.engine, SCENARIOS["mixed_lengths"])
     served.drafter.close()
     facts = read_record(served.folder, FolderFacts)
@@ -143,7 +159,7 @@ def test_the_student_drafts_as_the_engine_did(
     assert all(one.states.shape == (len(one.starts), 0) for one in traces)
     known = predictions(records)
     student = NarStudent(facts.model_copy(update={"target": str(tiny_model)}), torch.device("cpu"))
-    student.load(version_folder(served.folder, 0))
+    student.load(version)
     student.module.eval()
     compared = 0
     for one in traces:

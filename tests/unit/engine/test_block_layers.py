@@ -20,6 +20,21 @@ SHAPES = {
 }
 
 
+class Norm(nn.Module):
+    """As vLLM's: which function runs is decided once, and bound to this very object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+        self._forward_method = self.scaled
+
+    def scaled(self, states: torch.Tensor) -> torch.Tensor:
+        return states * self.weight
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self._forward_method(states)
+
+
 class Packing:
     """A platform that keeps matrices in a form of its own."""
 
@@ -42,7 +57,7 @@ def drafter(rank: int, ranks: int, kv_heads: int) -> nn.Module:
     layer.self_attn, layer.mlp = nn.Module(), nn.Module()
     for path in NORMS:
         above, _, name = path.rpartition(".")
-        layer.get_submodule(above).add_module(name, nn.LayerNorm(HIDDEN, bias=False))
+        layer.get_submodule(above).add_module(name, Norm())
     part = {"tp_rank": rank}
     layer.self_attn.qkv_proj = linear(
         **part,
@@ -57,7 +72,7 @@ def drafter(rank: int, ranks: int, kv_heads: int) -> nn.Module:
     module = nn.Module()
     module.model = nn.Module()
     module.model.layers = nn.ModuleList([layer])
-    module.model.norm = nn.LayerNorm(HIDDEN, bias=False)
+    module.model.norm = Norm()
     return module
 
 
@@ -112,8 +127,9 @@ def test_put_in_place_and_not_before() -> None:
     assert all(torch.equal(norms[name], value) for name, value in module.named_parameters())
     put_layers(module, made)
     layer: Any = module.model.layers[0]
-    assert torch.equal(module.model.norm.weight, given["norm.weight"])
+    ones = torch.ones(HIDDEN)
+    assert torch.equal(module.model.norm(ones), given["norm.weight"])
     queries = given["layers.0.self_attn.q_norm.weight"]
-    assert torch.equal(layer.self_attn.q_norm.weight, queries)
-    assert layer.self_attn.k_norm is before["model.layers.0.self_attn.k_norm"]
+    assert torch.equal(layer.self_attn.q_norm(ones), queries)
+    assert torch.equal(layer.self_attn.k_norm(ones), ones)
     assert len(made) == 8

@@ -22,22 +22,28 @@ if TYPE_CHECKING:
 
 def layers_of(
     module: torch.nn.Module, weights: Mapping[str, torch.Tensor]
-) -> dict[str, torch.nn.Module]:
+) -> dict[str, torch.nn.Module | torch.nn.Parameter]:
     """Layers of this rank with other weights, by their paths in the module; nothing changes there.
+
+    Of norms the weights alone: vLLM's are bound to their first selves (0.32 ``CustomOp``), so a copy
+    would go on with the old weight.
 
     Args:
         module: vLLM's model, unquantized.
         weights: Whole ones, by their names in the checkpoint.
     """
     model = cast("DFlashQwen3ForCausalLM", module).model
-    made = {"model.norm": _norm(model.norm, weights["norm.weight"])}
+    made: dict[str, torch.nn.Module | torch.nn.Parameter] = {
+        "model.norm.weight": _norm(model.norm, weights["norm.weight"])
+    }
     layer: DFlashQwen3DecoderLayer
     for number, layer in enumerate(model.layers):
         names = f"layers.{number}"
         place = f"model.{names}"
         for kind in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm"):
             own_norm = module.get_submodule(f"{place}.{kind}")
-            made[f"{place}.{kind}"] = _norm(own_norm, weights[f"{names}.{kind}.weight"])
+            weight = weights[f"{names}.{kind}.weight"]
+            made[f"{place}.{kind}.weight"] = _norm(own_norm, weight)
         attention, mlp = layer.self_attn, layer.mlp
         qkv = attention.qkv_proj
         queries, keys, values = (weights[f"{names}.self_attn.{kind}_proj.weight"] for kind in "qkv")
@@ -61,8 +67,10 @@ def layers_of(
     return made
 
 
-def put_layers(module: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> None:
-    """Use layers in place of those at their paths."""
+def put_layers(
+    module: torch.nn.Module, layers: Mapping[str, torch.nn.Module | torch.nn.Parameter]
+) -> None:
+    """Use layers and weights in place of those at their paths."""
     for path, layer in layers.items():
         above, _, name = path.rpartition(".")
         setattr(module.get_submodule(above), name, layer)
@@ -72,22 +80,22 @@ def _part(whole: torch.Tensor, dim: int, size: int, number: int) -> torch.Tensor
     return whole.narrow(dim, number * size, size)
 
 
+def _norm(norm: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Parameter:
+    own = norm.get_parameter("weight")
+    return _parameter(weight.to(own.dtype), own.device)
+
+
 def _linear(linear: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
+    """A shallow copy with another weight."""
     facts = cast("LinearBase", linear)
+    made = copy.copy(linear)
+    made._parameters = dict(linear._parameters)
     # Its own weight may be empty and of any type, where the platform packed it.
-    made = _with_weight(linear, weight.to(facts.params_dtype))
+    device = linear.get_parameter("weight").device
+    made.weight = _parameter(weight.to(facts.params_dtype), device)
     facts.quant_method.process_weights_after_loading(made)
     return made
 
 
-def _norm(norm: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
-    return _with_weight(norm, weight.to(norm.get_parameter("weight").dtype))
-
-
-def _with_weight(layer: torch.nn.Module, weight: torch.Tensor) -> torch.nn.Module:
-    """A shallow copy with another weight, which is copied."""
-    made = copy.copy(layer)
-    made._parameters = dict(layer._parameters)
-    weight = weight.to(layer.get_parameter("weight").device, copy=True).contiguous()
-    made.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return made
+def _parameter(weight: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
+    return torch.nn.Parameter(weight.to(device, copy=True).contiguous(), requires_grad=False)
