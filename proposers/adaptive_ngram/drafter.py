@@ -160,9 +160,7 @@ class NgramDrafter:
         Late, the drafts are those that a device made of these tokens before they were learned.
         """
         if self.is_late:
-            drafts = self._search_for(
-                step, [self.learner.slot(r.request_id) for r in step.requests]
-            )
+            drafts = self.drafts_behind(step)
             self.learner.learn(step.requests, self._shared_half_life(step.requests))
         else:
             drafts = self._search_for(step, self.learn_known(step.requests))

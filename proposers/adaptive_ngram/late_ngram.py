@@ -97,7 +97,6 @@ class LateNgram:
         self._learner = drafter.learner
         self._num_drafted = num_drafted
         self._max_depth = drafter.max_depth
-        drafter.is_late = True
         warm_up()
         self._changed = ChangedRows([self._learner.requests, self._learner.shared])
         self._learner.changed = self._changed
@@ -116,6 +115,7 @@ class LateNgram:
 
     def draft(self, requests: Sequence[RequestStep], texts: DeviceTexts) -> "torch.Tensor":
         """One launch, see :class:`.late_drafting.LateDrafter`."""
+        self._drafter.is_late = True  # not before: the engine may find that it cannot draft late
         slots = self._drafter.learn_known(requests)
         rows = [self._row(request, slot) for request, slot in zip(requests, slots, strict=True)]
         on_device = self._on_device

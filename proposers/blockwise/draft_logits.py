@@ -61,8 +61,13 @@ class DraftLogits:
         return whole.index_copy_(1, self._ids.to(distributions.device), distributions)
 
 
-def plain_rows(target: Any, vocab_size: int) -> Tensor | None:
-    """[>= vocab_size, hidden_size] weights whose product with a state is its logits, or None."""
+def plain_rows(target: Any, vocab_size: int = 0) -> Tensor | None:
+    """[>= vocab_size, hidden_size] weights whose product with a state is its logits, or None.
+
+    Args:
+        target: vLLM's model.
+        vocab_size: Tokens that it must have.
+    """
     head, processor = getattr(target, "lm_head", None), getattr(target, "logits_processor", None)
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 class Nar(BaseProposer):
     """Chain of the slots' likeliest tokens, or a tree of their candidates."""
 
-    steps_a_turn = 1  # an exchange costs nothing
+    steps_a_turn = 1  # only a version's first use takes time
 
     def __init__(self, options: MethodOptions) -> None:
         """Keep the options; the drafter comes with :meth:`start`."""

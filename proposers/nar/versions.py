@@ -48,7 +48,10 @@ _PLAIN: Mapping[str, object] = {
     "rope_scaling": None,
 }
 # Raised for damaged files, beside safetensors' own.
-_DAMAGED = (OSError, ValueError, KeyError, RuntimeError, struct.error, pickle.UnpicklingError)
+_DAMAGED = (
+    *(OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError),
+    *(struct.error, pickle.UnpicklingError),
+)
 _FREE = ("torch_dtype", "dtype")  # of the files; what they hold is compared
 
 
@@ -178,6 +181,8 @@ def _why_not(folder: Path) -> str | None:
             found = set(opened.keys())
     except (OSError, ValueError, SafetensorError) as error:
         return f"found no readable {CONFIG_NAME} and {WEIGHTS_NAME} ({error})"
+    if not isinstance(config, dict):
+        return f"found {shown(config)} in {CONFIG_NAME}, expected an object"
     own = config.get("dflash_config")
     if not isinstance(own, dict) or not {"mask_token_id", "target_layer_ids"} <= own.keys():
         return "found no dflash_config with mask_token_id and target_layer_ids"

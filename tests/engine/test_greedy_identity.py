@@ -8,7 +8,7 @@ import pytest
 from generation import ALWAYS_DRAFT, count_preempted, run, run_with_aborts, tokens
 from scenarios import PROMPTS, SCENARIOS, Scenario
 
-from vllm_spec_ext.engine.row_padding import RowPadding
+from vllm_spec_ext.engine.row_padding import Layer, RowPadding
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import StepOutcome
 
@@ -133,6 +133,21 @@ def test_rows_that_are_added_change_nothing(
     monkeypatch.setattr(runner, "row_padding", RowPadding([0, *[16] * 15]))
     assert tokens(run(engine, scenario, [out[0] for out in expected])) == expected
     assert max(added) > 0
+
+
+def test_rows_are_measured_when_an_engine_starts(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+
+    def measure(layers: Sequence[Layer]) -> RowPadding:
+        measured.append(sum(layer.num_inputs * layer.num_outputs for layer in layers))
+        return RowPadding([0, 4])
+
+    monkeypatch.setattr(RowPadding, "measured", measure)
+    engine = make_engine(speculative_config={"method": "noise", "num_speculative_tokens": 1})
+    assert measured[0] > 10_000
+    assert runner_of(engine).row_padding.quickest == (0, 4)
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle_tree", "noise"])

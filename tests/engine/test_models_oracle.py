@@ -18,6 +18,7 @@ from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_greedy_identity import runner_of
 from test_streaming_input import Session
 
+from vllm_spec_ext.engine import packed_projection
 from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
 from vllm_spec_ext.engine.models.hosted_model import HostedModel
 
@@ -193,25 +194,41 @@ def test_without_scratch_blocks_branches_die_and_requests_live(
     assert drafter.num_missed == 0
 
 
+@pytest.mark.parametrize("rounded", [False, True])
 def test_other_weights_while_it_runs(
-    with_models: Any, expected: dict[str, Any], tiny_model: Path
+    rounded: bool,
+    with_models: Any,
+    expected: dict[str, Any],
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Online distillation: noise loses every draft, the old weights bring them back."""
+    """Online distillation: noise loses every draft, the old weights bring them back; also where the
+    vocabulary projection is made in bfloat16, which loses next to none by itself."""
     from safetensors.torch import load_file
 
     engine = with_models("self", num_speculative_tokens=3)
-    (model,) = runner_of(engine).drafter.models.models
+    (model,), (paged,) = (getattr(runner_of(engine).drafter.models, n) for n in ("models", "paged"))
     weights = load_file(tiny_model / "model.safetensors")
+    if rounded:
+        monkeypatch.setattr(packed_projection, "_LARGE", 0)
+        monkeypatch.setattr(packed_projection, "_multiplies_bfloat16", lambda: True)
     shares = []
     for scale in (0.0, 1.0, 0.0):
         mixed = {
             name: tensor + scale * torch.randn_like(tensor) for name, tensor in weights.items()
         }
         model.reload(mixed.items())
+        assert (paged._project == paged.module.compute_logits) != rounded
+        states = torch.randn(4, paged.module.config.hidden_size)
+        found = paged._project(states)
+        torch.testing.assert_close(found, paged.module.compute_logits(states), atol=0.3, rtol=0.05)
         drafter = drafter_of(engine)
         assert tokens(run(engine, SCENARIOS["mixed_lengths"])) == expected["mixed_lengths"]
         shares.append(drafter.num_missed / drafter.num_right)
-    assert shares[0] == shares[2] == 0.0
+    monkeypatch.undo()
+    model.reload(weights.items())  # as it was, for other tests
+    assert shares[0] == shares[2]
+    assert shares[0] <= 0.05 * rounded
     assert shares[1] > 0.9
 
 

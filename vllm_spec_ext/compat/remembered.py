@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vllm_spec_ext.cache_folder import cache_folder
+from vllm_spec_ext.compat import source
 from vllm_spec_ext.compat.entries import Entry
 
 
@@ -27,6 +28,8 @@ def is_in_order(root: Path, entries: Sequence[Entry]) -> bool:
         return bool(known) and all(_state(Path(file)) == state for file, state in known.items())
     except (OSError, ValueError, AttributeError):  # not there, cut off, or somebody else's
         return False
+    except RuntimeError:  # this user has no home folder
+        return False
 
 
 def remember(root: Path, entries: Sequence[Entry], files: Iterable[Path]) -> None:
@@ -37,9 +40,9 @@ def remember(root: Path, entries: Sequence[Entry], files: Iterable[Path]) -> Non
         entries: As above.
         files: Source that was looked at.
     """
-    note = _note(root, entries)
-    partial = note.with_name(f"{note.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
+        note = _note(root, entries)
+        partial = note.with_name(f"{note.name}.{os.getpid()}")
         states = {str(file): _state(file) for file in files}
         note.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(states), encoding="utf-8")
@@ -47,8 +50,10 @@ def remember(root: Path, entries: Sequence[Entry], files: Iterable[Path]) -> Non
 
 
 def _note(root: Path, entries: Sequence[Entry]) -> Path:
-    """A file for each vLLM and each hook map."""
-    digest = hashlib.sha256(repr((str(root.resolve()), list(entries))).encode()).hexdigest()
+    """A file for each vLLM, each hook map, and each way to look it up."""
+    how = source.__file__, _state(Path(source.__file__))
+    key = repr((str(root.resolve()), how, list(entries)))
+    digest = hashlib.sha256(key.encode()).hexdigest()
     return cache_folder() / "compat" / f"{digest[:32]}.json"
 
 

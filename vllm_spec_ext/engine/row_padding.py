@@ -74,8 +74,9 @@ class RowPadding:
         seconds = dict.fromkeys(counts, float("inf"))
         with torch.inference_mode():
             inputs = {
-                (layer.num_inputs, layer.dtype): torch.rand(_MOST_ROWS, layer.num_inputs).to(
-                    layer.dtype
+                # Not drawn: vLLM has set the seed by now.
+                (layer.num_inputs, layer.dtype): torch.ones(
+                    _MOST_ROWS, layer.num_inputs, dtype=layer.dtype
                 )
                 for layer in some
             }
@@ -116,6 +117,7 @@ def may_pad(config: "VllmConfig") -> bool:
     parallel = config.parallel_config
     return (
         parallel.world_size_across_dp == 1
+        and config.scheduler_config.max_num_batched_tokens >= _MOST_ROWS
         and config.lora_config is None
         and not config.model_config.is_moe
     )
@@ -125,7 +127,11 @@ def linear_layers(model: torch.nn.Module) -> Iterator[Layer]:
     """Linear layers of a model that vLLM has prepared for a CPU; others say nothing.
 
     (vLLM 0.32 ``dispatch_cpu_unquantized_gemm``.)
+
+    Args:
+        model: Of one that sees or hears, the part that writes: small steps run no others.
     """
+    model = getattr(model, "get_language_model", lambda: model)()
     for module in model.modules():
         product = getattr(module, "cpu_linear", None)
         num_inputs = getattr(module, "input_size_per_partition", None)

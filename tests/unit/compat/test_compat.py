@@ -251,6 +251,13 @@ def test_a_damaged_note_and_a_folder_that_cannot_be_written_do_no_harm(
         compat.require.__wrapped__(root)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache/vllm-spec-ext/compat" / note.name))
     compat.require.__wrapped__(root)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    compat.require.__wrapped__(root)
 
 
 def test_require_names_found_expected_fix_and_how_to_disable(tmp_path: Path) -> None:

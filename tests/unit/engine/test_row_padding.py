@@ -68,9 +68,8 @@ class Batch:
 
 def test_only_the_rows_of_the_batch_change() -> None:
     padding = RowPadding((0, 4, 4, 4, 4))
-    assert padding.pad(("none", Batch(1, 1), False, None, None)) == (
-        *("none", Batch(4, 1), False, None, None),
-    )
+    padded = padding.pad(("none", Batch(1, 1), False, None, None))
+    assert padded == ("none", Batch(4, 1), False, None, None)
     for num_tokens in (4, 5, 300):
         decision = ("none", Batch(num_tokens), False, None, None)
         assert padding.pad(decision) == decision
@@ -86,16 +85,33 @@ def test_layers_that_were_prepared_for_a_cpu_are_found() -> None:
     assert found[1:] == (3, 2, torch.float32)
     rows = torch.rand(2, 3)
     torch.testing.assert_close(found.product(rows), rows @ model[0].weight.T)
+    with_pictures = torch.nn.ModuleDict({"visual": model[0], "writes": torch.nn.Linear(3, 2)})
+    with_pictures.get_language_model = lambda: with_pictures["writes"]
+    assert not list(linear_layers(with_pictures))
+
+
+def test_nothing_is_drawn() -> None:
+    """vLLM's seed is set before that, and requests without one of their own draw from it."""
+    before = torch.get_rng_state()
+    assert Machine([0.0, 2.0, *[1.0] * 7]).padding() is not None
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
-    [({}, True), ({"world": 2}, False), ({"lora": object()}, False), ({"moe": True}, False)],
+    [
+        ({}, True),
+        ({"world": 2}, False),
+        ({"lora": object()}, False),
+        ({"moe": True}, False),
+        ({"most": 7}, False),
+    ],
 )
 def test_where_rows_may_be_added(changed: dict[str, Any], expected: bool) -> None:
     config: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size_across_dp=changed.get("world", 1)),
         lora_config=changed.get("lora"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=changed.get("most", 8)),
         model_config=SimpleNamespace(is_moe=changed.get("moe", False)),
     )
     assert may_pad(config) == expected

@@ -25,8 +25,8 @@ def layers_of(
 ) -> dict[str, torch.nn.Module | torch.nn.Parameter]:
     """Layers of this rank with other weights, by their paths in the module; nothing changes there.
 
-    Of norms the weights alone: vLLM's are bound to their first selves (0.32 ``CustomOp``), so a copy
-    would go on with the old weight.
+    Of norms the weights alone: vLLM's are bound to their first selves (0.32 ``CustomOp``), so a
+    copy would go on with the old weight.
 
     Args:
         module: vLLM's model, unquantized.

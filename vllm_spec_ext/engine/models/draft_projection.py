@@ -16,7 +16,7 @@ def quick_projection(module: torch.nn.Module) -> Projection | None:
         module: vLLM's model, with its weights; what it has under other names, or does beside a
             product with its ``lm_head``, is left to it.
     """
-    rows = plain_rows(module, 0)
+    rows = plain_rows(module)
     if rows is None or not rounds(rows):
         return None
     probe = torch.linspace(-1.0, 1.0, rows.shape[1]).unsqueeze(0)

@@ -22,6 +22,7 @@ from vllm_spec_ext.engine.top_columns import top_columns
 from vllm_spec_ext.proposers.blockwise.draft_logits import DraftLogits
 from vllm_spec_ext.proposers.models import BlockWeights
 from vllm_spec_ext.proposers.nar.extras import Copies, SlotExtras, conditional_log_probs
+from vllm_spec_ext.proposers.records import Projection
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -173,6 +174,10 @@ class PagedBlocks(PagedModel):
         before = torch.where(is_first[:, None], lasts[:, None], before)
         edges = self._extras.edges(hidden, table_a[before], table_b[tokens])
         return BlockOutput(tokens, conditional_log_probs(base, edges))
+
+    def _find_projection(self) -> Projection:
+        """Of the whole vocabulary; with a part of it there is one of these rows."""
+        return super()._find_projection() if self._place is None else self.module.compute_logits
 
     def _run(self, plan: ForwardPass) -> torch.Tensor:
         """[num_rows, hidden] behind the last norm; masks are filled as the extras say."""

