@@ -44,11 +44,23 @@ def take_prompts(domains: Sequence[str]) -> dict[str, Iterator[str]]:
     return {name: iter(read_prompts(source)) for name, _, source in named}
 
 
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is served, and with which drafter; :func:`start_engine` takes it."""
+    parser.add_argument("model")
+    parser.add_argument("drafter")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--method", default="blockwise", help="blockwise or nar")
+    parser.add_argument("--draft-tokens", type=int, default=4)
+    parser.add_argument("--domain", action="append", required=True, help="NAME=FILE:KEY")
+    parser.add_argument("--dtype", default="float32", help="of the target")
+    parser.add_argument("--batch", type=int, default=8, help="requests at a time")
+
+
 def start_engine(given: argparse.Namespace, online: dict[str, Any]) -> tuple[Any, Any]:
     """An engine whose drafter learns.
 
     Args:
-        given: Arguments of the command line: model, drafter, method, draft_tokens, batch, dtype.
+        given: Arguments of :func:`add_engine_arguments`.
         online: Options of ``online``.
 
     Returns:
@@ -135,17 +147,10 @@ def draw(lines: list[dict[str, Any]], file: Path) -> None:
 def parse_arguments() -> argparse.Namespace:
     """What is served, and how."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model")
-    parser.add_argument("drafter")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--method", default="blockwise", help="blockwise or nar")
-    parser.add_argument("--draft-tokens", type=int, default=4)
-    parser.add_argument("--domain", action="append", required=True, help="NAME=FILE:KEY")
+    add_engine_arguments(parser)
     parser.add_argument("--order", required=True, help="names of domains, separated by commas")
     parser.add_argument("--requests", type=int, default=300, help="of each domain in the order")
     parser.add_argument("--window", type=int, default=25, help="requests of a line")
-    parser.add_argument("--dtype", default="float32", help="of the target")
-    parser.add_argument("--batch", type=int, default=8, help="requests at a time")
     parser.add_argument("--tokens", type=int, default=96, help="most of an answer")
     parser.add_argument("--guard", type=float, default=0.25)
     parser.add_argument("--option", action="append", default=[], help="of online, NAME=JSON")

@@ -22,7 +22,7 @@ from typing import Any
 # Before vLLM is imported: the engine in this process, where its session can be read.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from online_acceptance import start_engine, take_prompts
+from online_acceptance import add_engine_arguments, start_engine, take_prompts
 
 
 def train(recorded: Path, student: Any, setting: str, folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -76,17 +76,10 @@ def accepted_a_step(llm: Any, session: Any, chats: list[Any], params: Any) -> fl
 def parse_arguments() -> argparse.Namespace:
     """What is learned from, how, and on what it is judged."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model")
-    parser.add_argument("drafter")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--method", default="blockwise", help="blockwise or nar")
-    parser.add_argument("--draft-tokens", type=int, default=4)
-    parser.add_argument("--domain", action="append", required=True, help="NAME=FILE:KEY")
+    add_engine_arguments(parser)
     parser.add_argument("--setting", action="append", default=[], help="RATE,BATCH,STEPS")
     parser.add_argument("--requests", type=int, default=160, help="of each domain")
     parser.add_argument("--judge", type=int, default=40, help="later ones of each domain")
-    parser.add_argument("--dtype", default="float32", help="of the target")
-    parser.add_argument("--batch", type=int, default=8, help="requests at a time")
     parser.add_argument("--tokens", type=int, default=64, help="most of an answer")
     return parser.parse_args()
 

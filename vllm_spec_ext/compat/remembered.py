@@ -26,9 +26,8 @@ def is_in_order(root: Path, entries: Sequence[Entry]) -> bool:
     try:
         known = json.loads(_note(root, entries).read_text(encoding="utf-8"))
         return bool(known) and all(_state(Path(file)) == state for file, state in known.items())
-    except (OSError, ValueError, AttributeError):  # not there, cut off, or somebody else's
-        return False
-    except RuntimeError:  # this user has no home folder
+    # It is not there, cut off, or somebody else's; or this user has no home folder.
+    except (OSError, ValueError, AttributeError, RuntimeError):
         return False
 
 

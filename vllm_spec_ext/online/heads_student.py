@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from vllm_spec_ext.online.divergences import divergence, outcomes, overlap
 from vllm_spec_ext.online.folder import FolderFacts
+from vllm_spec_ext.online.starts import copies_at, recorded_rows
 from vllm_spec_ext.online.student import MOST_WEIGHT, Columns, Judged
 from vllm_spec_ext.online.target_ends import TargetEnds, read_ends
 from vllm_spec_ext.online.teacher import as_drawn
@@ -22,8 +23,6 @@ from vllm_spec_ext.proposers.blockwise.heads import (
     TokensSeen,
     load_heads,
 )
-from vllm_spec_ext.proposers.text_index.copied_tokens import copied_tokens
-from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
 
 
 class HeadsStudent:
@@ -109,8 +108,7 @@ class HeadsStudent:
         heads, likeliest = config.num_heads, trace.top_tokens.shape[1]
         count = len(trace.starts)
         rows = trace.starts[:, None] + np.arange(1, heads + 1)  # [count, heads]
-        places = np.searchsorted(trace.rows, rows).clip(max=max(0, len(trace.rows) - 1))
-        known = trace.rows[places] == rows  # not past the end, nor in a gap
+        places, known = recorded_rows(trace, rows)
         found = {
             "states": trace.states,
             "weights": torch.from_numpy(1.0 / trace.chances.clip(min=1.0 / MOST_WEIGHT)),
@@ -122,13 +120,7 @@ class HeadsStudent:
         }
         assert found["probs"].shape == (count, heads, likeliest)
         if config.copy_match:
-            index, read = OccurrenceIndex(len(trace.token_ids)), 0
-            tokens, lengths = np.zeros((count, heads), np.int64), np.zeros(count, np.int64)
-            with np.errstate(over="ignore"):  # a hash is meant to overflow
-                for i, start in enumerate(trace.starts.tolist()):
-                    index.append(trace.token_ids[read : start + 2])
-                    read = start + 2
-                    tokens[i], lengths[i] = copied_tokens(index, config.copy_match, heads)
+            tokens, lengths = copies_at(trace.token_ids, trace.starts, config.copy_match, heads)
             found |= {
                 "copied": torch.from_numpy(tokens),
                 "copied_length": torch.from_numpy(lengths),

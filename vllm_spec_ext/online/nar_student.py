@@ -21,13 +21,12 @@ from torch import Tensor
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.divergences import divergence, outcomes, overlap
 from vllm_spec_ext.online.folder import FolderFacts
+from vllm_spec_ext.online.starts import copies_at, recorded_rows
 from vllm_spec_ext.online.student import MOST_WEIGHT, Columns, Judged
 from vllm_spec_ext.online.teacher import as_drawn
 from vllm_spec_ext.online.text_states import TextStates
 from vllm_spec_ext.online.trace import Trace
 from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, makes_context
-from vllm_spec_ext.proposers.text_index.copied_tokens import copied_tokens
-from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
 from vllm_spec_ext.training.batches import IGNORED
 from vllm_spec_ext.training.draft_vocab import DraftProjection
 from vllm_spec_ext.training.nar.blocks import Blocks
@@ -183,8 +182,7 @@ class NarStudent:
         ids = np.zeros(_WINDOW, np.int32)
         ids[: len(text) - begin] = text[begin:]
         ahead = starts[:, None] + np.arange(1, slots + 1)  # rows of the slots' teachers
-        at = np.searchsorted(trace.rows, ahead).clip(max=max(0, len(trace.rows) - 1))
-        known = trace.rows[at] == ahead  # not past the end, nor in a gap
+        at, known = recorded_rows(trace, ahead)
         said = text[(ahead + 1).clip(max=len(text) - 1)]
 
         def padded(values: NDArray[np.generic], fill: int = 0) -> NDArray[np.generic]:
@@ -217,15 +215,10 @@ class NarStudent:
         padded: Callable[[NDArray[np.generic]], NDArray[np.generic]],
     ) -> dict[str, NDArray[np.generic]]:
         """What slots are shown, of the whole text, as in serving."""
-        index, read, slots = OccurrenceIndex(len(text)), 0, self._num_slots
-        tokens = np.zeros((len(starts), slots), np.int32)
-        kinds = np.zeros((len(starts), slots), np.int32)
-        with np.errstate(over="ignore"):  # a hash is meant to overflow
-            for i, start in enumerate(starts.tolist()):
-                index.append(text[read : start + 2])
-                read = start + 2
-                tokens[i], kinds[i] = copied_tokens(index, self._copy_match, slots)
-        return {"copies": padded(tokens), "kinds": padded(kinds)}
+        slots = self._num_slots
+        tokens, lengths = copies_at(text, starts, self._copy_match, slots)
+        kinds = lengths.astype(np.int32)[:, None].repeat(slots, axis=1)
+        return {"copies": padded(tokens.astype(np.int32)), "kinds": padded(kinds)}
 
     def _read(self, batch: Columns) -> StatesRead:
         """The states of the texts of a batch, side by side."""

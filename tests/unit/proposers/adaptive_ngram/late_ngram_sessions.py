@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from texts_that_copy import texts_that_copy
 
 from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
@@ -166,19 +167,7 @@ OPTIONS = st.fixed_dictionaries(
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    """Outputs that copy pieces of the prompt, change some tokens, and repeat themselves."""
-    prompt = draw(st.lists(TOKENS, min_size=1, max_size=24))
-    output: list[int] = []
-    for _ in range(draw(st.integers(1, 6))):
-        source = draw(st.sampled_from([prompt, output, []])) or [draw(TOKENS)]
-        begin = draw(st.integers(0, len(source) - 1))
-        output += source[begin : begin + draw(st.integers(1, 6))]
-        output += draw(st.lists(TOKENS, max_size=2))
-    steps = []
-    while output:
-        size = draw(st.integers(1, K + 1))
-        steps.append(output[:size])
-        output = output[size:]
+    prompt, steps = draw(texts_that_copy(TOKENS, 6, K + 1))
     return Request(
         prompt,
         steps,
