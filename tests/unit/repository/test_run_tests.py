@@ -39,6 +39,27 @@ def test_programs():
     assert done.stdout == "False True True\\n", done
 """
 
+ENDING = """
+import subprocess, sys
+
+PROGRAM = '''
+import atexit, sys
+class Ring:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        print("taken apart")
+ring = Ring()
+atexit.register(print, "what the program does at its end")
+sys.exit(3)
+'''
+
+def test_programs():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.stdout == "what the program does at its end\\n", done
+    assert done.returncode == 3
+"""
+
 
 @pytest.fixture
 def run_tests(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -113,6 +134,12 @@ def test_a_part_that_does_not_come_to_its_end(
 def test_vllm_collects_no_garbage_but_tests_do(outcome: Callable[..., Outcome]) -> None:
     """In the programs that tests start, too: vLLM's collections are a quarter of its start."""
     status, lines = outcome(one=COLLECTING)
+    assert status == 0, lines
+
+
+def test_programs_end_without_taking_all_apart(outcome: Callable[..., Outcome]) -> None:
+    """A million objects of vLLM's imports: as long as the imports of a small program."""
+    status, lines = outcome(one=ENDING)
     assert status == 0, lines
 
 
