@@ -153,16 +153,38 @@ def test_too_much_memory_fails(
     assert " 2 passed, 1 error in " in lines[-1]
 
 
-def test_steps_that_failed_before_are_named_at_the_end(
-    run_tests: ModuleType, outcome: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+def test_steps_of_make_run_beside_the_tests(
+    run_tests: ModuleType,
+    outcome: Callable[..., Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments = ["run_tests.py", "--failed-before=lint", "--failed-before=docs", "-q"]
+    words = "\t@echo 'a word of {0}'; exit {1}\n"
+    (tmp_path / "Makefile").write_text(
+        "types:\n" + words.format("types", 0) + "docs:\n" + words.format("docs", 5)
+    )
+    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
+    arguments = ["run_tests.py", "--step=types", "--step=docs", "-q"]
     monkeypatch.setattr(run_tests.sys, "argv", arguments)
     status, lines = outcome(one=PASSING)
     assert status == 1
-    assert lines[-5].startswith("ERROR lint: ")
-    assert lines[-4].startswith("ERROR docs: ")
-    assert " 2 passed, 2 errors in " in lines[-1]
+    assert "    types | a word of types" in lines
+    own = [line for line in lines if " | " not in line]
+    assert "a word of docs" in own  # what failed is shown again
+    assert "a word of types" not in own
+    assert [line for line in own if line.startswith("ERROR ")] == [
+        "ERROR docs: make ended with status 2"
+    ]
+    assert any(line.startswith("types: passed (") for line in own)
+    assert " 2 passed, 1 error in " in lines[-1]
+
+
+def test_continuous_integration_runs_every_check() -> None:
+    """What `make check` has, the documentation, and all tests."""
+    root = SCRIPT.parents[1]
+    steps = set(re.findall(r"--step=(\w+)", (root / ".ci/run").read_text()))
+    (check,) = re.findall(r"^check: (.+?)  ##", (root / "Makefile").read_text(), re.MULTILINE)
+    assert steps == {*check.split(), "docs"}
 
 
 def test_nothing_selected_is_no_failure(
