@@ -4,7 +4,8 @@
 Each part is a pytest process of its own, which gives all its memory back when it ends. Where there
 are two cores or more, two parts run at a time, each on cores of its own: most of the time goes
 into starting engines, on one core, and engines that share cores wait for each other. Tests of
-engines take longest, so they are several parts; a part's engines are not another's.
+engines take longest, so they are several parts; a part's engines are not another's. With ``--step``
+targets of the Makefile are parts, too: the type checker and the documentation use one core each.
 
 Lines are shown as they come, with the part's name in front. What failed is shown again at the end,
 and the last line is pytest's, with the numbers of all parts together. The tests also fail if their
@@ -74,18 +75,27 @@ SECTION = re.compile(r"=+ (.+) =+")
 
 @dataclass
 class Part:
-    """A pytest process and what it said."""
+    """A pytest process, or one of make, and what it said."""
 
     name: str
     arguments: Sequence[str]
+    is_step: bool = False
+    """A target of the Makefile: its name is the target, and there are no arguments."""
     lines: list[str] = field(default_factory=list)
     status: int | None = None
     seconds: float = 0.0
 
     @property
+    def command(self) -> list[str]:
+        """What to run in the repository."""
+        if self.is_step:
+            return ["make", "--no-print-directory", self.name]
+        return [sys.executable, "-m", "pytest", *self.arguments]
+
+    @property
     def closing(self) -> str | None:
         """Pytest's last line; None if it did not come so far."""
-        found = self.lines and CLOSING.fullmatch(self.lines[-1])
+        found = self.lines and not self.is_step and CLOSING.fullmatch(self.lines[-1])
         return found[1] if found else None
 
     @property
@@ -97,11 +107,13 @@ class Part:
     @property
     def passed(self) -> bool:
         """Whether nothing failed."""
-        return self.status in (PASSED, NO_TESTS)
+        return self.status == PASSED or (self.status == NO_TESTS and not self.is_step)
 
     @property
     def problem(self) -> str | None:
         """What is wrong with the process itself; None if it came to its closing line."""
+        if self.is_step:
+            return None if self.passed else f"make ended with status {self.status}"
         if self.status == NO_TESTS:
             return None
         if self.closing and self.status in (PASSED, FAILED, STOPPED):
@@ -205,7 +217,7 @@ class Runner:
         started = time.monotonic()
         paths = os.pathsep.join(filter(None, [BOOT, os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *part.arguments],
+            part.command,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": paths, **VARIABLES.get(part.name, {})},
             stdout=subprocess.PIPE,
@@ -222,16 +234,13 @@ class Runner:
         part.seconds = time.monotonic() - started
 
 
-def report(
-    parts: Sequence[Part], peak_bytes: int, seconds: float, failed_before: Sequence[str] = ()
-) -> tuple[list[str], bool]:
+def report(parts: Sequence[Part], peak_bytes: int, seconds: float) -> tuple[list[str], bool]:
     """What stands at the end.
 
     Args:
         parts: All of them, ended.
         peak_bytes: Memory of all processes together.
         seconds: Of the whole.
-        failed_before: Steps that failed before the tests.
 
     Returns:
         Lines: failures, one for each part, and pytest's for all; and whether nothing failed.
@@ -245,8 +254,7 @@ def report(
             lines.append(f"{part.name}: {len(traces) - SHOWN_AGAIN} lines more are further up")
         lines += traces[-SHOWN_AGAIN:]
     peak = f"{peak_bytes / GIB:.1f} GiB"
-    errors = [f"ERROR {step}: failed before the tests, see further up" for step in failed_before]
-    errors += [f"ERROR {part.name}: {part.problem}" for part in parts if part.problem]
+    errors = [f"ERROR {part.name}: {part.problem}" for part in parts if part.problem]
     if peak_bytes > MOST_MEMORY_GIB * GIB:
         errors.append(
             f"ERROR memory: the tests took {peak} at once, expected at most "
@@ -257,7 +265,7 @@ def report(
     counts = sum((part.counts for part in parts), Counter[str]())
     counts["error"] += len(errors)
     for part in parts:
-        outcome = part.problem or part.closing or "no tests ran"
+        outcome = part.problem or part.closing or ("passed" if part.is_step else "no tests ran")
         lines.append(f"{part.name}: {outcome} ({part.seconds:.0f} s)")
     lines.append(f"memory: at most {peak} at once, all processes together")
     lines.append(f" {_in_words(counts) or 'no tests ran'} in {seconds:.2f}s ".center(80, "="))
@@ -282,15 +290,16 @@ def main() -> int:
         description="Run all tests; other arguments go to every pytest.", allow_abbrev=False
     )
     parser.add_argument(
-        "--failed-before",
-        metavar="STEP",
+        "--step",
+        metavar="TARGET",
         action="append",
         default=[],
-        help="a step that failed before; named at the end, and the tests fail",
+        help="a target of the Makefile that is run beside the tests; if it fails, they do",
     )
     given, for_pytest = parser.parse_known_args()
     started = time.monotonic()
     parts = [Part(name, [*folders, *for_pytest]) for name, folders in PARTS.items()]
+    parts += [Part(step, [], is_step=True) for step in given.step]  # short: they fill the gaps
     cores = sorted(os.sched_getaffinity(0))
     with Memory() as memory:
         try:
@@ -298,7 +307,7 @@ def main() -> int:
         except KeyboardInterrupt:
             return 130
     seconds = time.monotonic() - started
-    lines, passed = report(parts, memory.peak_bytes, seconds, given.failed_before)
+    lines, passed = report(parts, memory.peak_bytes, seconds)
     print("\n".join(lines), flush=True)
     return 0 if passed else 1
 

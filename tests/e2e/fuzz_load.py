@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from published_runs import environment
+from published_runs import ONE_PROCESS, environment
 from request_fuzz import GOOD, MAX_MODEL_LEN, VLLMS_OWN, FuzzRequest, generate, good_body
 
 from vllm_spec_ext.cache_folder import cache_folder
@@ -134,6 +134,8 @@ def serving(
         port = probe.getsockname()[1]
     variables = {**vllm_metadata.environment(cache_folder() / "metadata"), **environment()}
     variables["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = ONEDNN_SHAPES
+    if ranks == 1:  # the scheduler's process is the worker's, too: an import and a start less
+        variables.update(ONE_PROCESS)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *ARGUMENTS]
     command += ["--max-num-batched-tokens", str(batched_tokens)]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from fenced_blocks import ROOT, blocks, commands
+from forked_programs import run_forked
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the name that the docs use
 START_S = 300.0
@@ -66,9 +67,18 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def vllm_spec(
-    *arguments: str, variables: Mapping[str, str] | None = None
+    *arguments: str, variables: Mapping[str, str] | None = None, forked: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run our command line in a process of its own, with these variables beside our own."""
+    """Run our command line in a process of its own.
+
+    Args:
+        arguments: Of it.
+        variables: Beside our own.
+        forked: With vLLM imported, for tests that do not ask how processes start.
+    """
+    if forked:
+        words = ["-m", "vllm_spec_ext.cli.main", *arguments]
+        return run_forked(words, {**os.environ, **(variables or {})}, timeout=600)
     return subprocess.run(
         [sys.executable, "-m", "vllm_spec_ext.cli.main", *arguments],
         env={**os.environ, **(variables or {})},
@@ -87,15 +97,12 @@ def python_runs() -> dict[str, list[dict[str, str | None]]]:
     with tempfile.TemporaryDirectory(prefix="spec-ext-docs-") as folder:
         results = Path(folder) / "results.json"
         given = {"model": model_folder(), "results": str(results), "snippets": snippets}
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).parent / "snippet_runner.py")],
-            input=json.dumps(given),
-            capture_output=True,
-            text=True,
+        done = run_forked(
+            [str(Path(__file__).parent / "snippet_runner.py")],
+            environment(),
+            given=json.dumps(given),
             timeout=START_S + 200,
             cwd=folder,
-            env=environment(**ONE_PROCESS),
-            check=False,
         )
         assert results.is_file(), (done.stdout + done.stderr)[-8000:]  # vLLM logs to both
         return json.loads(results.read_text(encoding="utf-8"))

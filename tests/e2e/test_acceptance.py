@@ -8,18 +8,21 @@ them, for other builds of the target's arithmetic.
 """
 
 import importlib.util
+import json
+import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+from acceptance_runs import RESULT
 from fenced_blocks import ROOT
-from published_runs import ONE_PROCESS, model_folder
+from forked_programs import run_forked
+from published_runs import model_folder
 
-from vllm_spec_ext.bench.engine_client import EngineClient
-from vllm_spec_ext.bench.records import Run
-from vllm_spec_ext.bench.session import BenchResult, sampling_of
-from vllm_spec_ext.bench.settings import BenchSettings
+from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.cli import simulate
 from vllm_spec_ext.cli.demo_drafters import demo_block_drafter, demo_heads
 from vllm_spec_ext.cli.simulate import BUDGET
@@ -68,7 +71,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     # Scratch blocks are set aside by it: those of one request cut trees of more than 16 branches,
     # which replays do not.
-    "engine_args": {"max_num_seqs": 4},
+    "engine_args": {"max_num_seqs": 4, "kv_cache_memory_bytes": 512 << 20},
 }
 
 
@@ -114,17 +117,11 @@ def recorded() -> dict[str, Any]:
 def bench(tmp_path_factory: pytest.TempPathFactory, recorded: dict[str, Any]) -> BenchResult:
     """As of `vllm-spec bench`, with one engine after another: all of them take 14 GiB."""
     folder = tmp_path_factory.mktemp("acceptance")
-    settings = BenchSettings.model_validate({"model": model_folder(), **SETTINGS})
-    result = BenchResult(settings, settings.all_methods(), settings.questions())
-    for method in result.methods:
-        with EngineClient(method.name, folder / f"{method.name}.log", ONE_PROCESS) as engine:
-            sampling = sampling_of(settings)
-            engine.start(settings.model, method, settings.llm_args(), sampling)
-            result.facts[method.name] = engine.prepare(result.questions, settings.warm_up, 1)
-            run = engine.run(range(len(result.questions)), 1)
-            if method.name == "auto":
-                recorded["auto"] = engine.record(range(len(result.questions)), 1)
-        result.runs.append(Run(method.name, 1, 0, run))
+    script = str(Path(__file__).parent / "acceptance_runs.py")
+    given = json.dumps({"model": model_folder(), **SETTINGS})
+    done = run_forked([script, str(folder)], os.environ, given=given, timeout=850)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    result, recorded["auto"] = pickle.loads((folder / RESULT).read_bytes())
     assert result.broken_promises() == []  # float32: every answer identical
     return result
 

@@ -82,7 +82,7 @@ def test_bench_compares_methods_and_finds_identical_answers(model: str, tmp_path
 def test_demo_runs_without_a_terminal(model: str) -> None:
     done = vllm_spec(
         *("demo", "--model", model, "--num-prompts", "2", "--max-tokens", "24"),
-        variables=ONE_PROCESS,
+        forked=True,
     )
     assert done.returncode == 0, done.stderr
     assert "\x1b[" not in done.stdout + done.stderr
@@ -99,7 +99,7 @@ def test_plan_measures_this_machine(model: str, tmp_path: Path) -> None:
         # So few steps that the draft budget of a fresh engine may allow next to nothing.
         *("--method", 'input_copy={"adaptive_length": false}'),
         *("--batch-size", "1,2", "--context", "32", "--json", str(result)),
-        variables=ONE_PROCESS,
+        forked=True,
     )
     assert done.returncode == 0, done.stderr
     data = json.loads(result.read_text())

@@ -10,7 +10,7 @@ from typing import Any
 
 import damaged_drafters
 import pytest
-from published_runs import ONE_PROCESS, model_folder, vllm_spec
+from published_runs import model_folder, vllm_spec
 
 from vllm_spec_ext.cli.demo_drafters import demo_heads
 
@@ -45,7 +45,7 @@ def examined(method: str, folder: Path, prompt_file: Path) -> tuple[int, dict[st
         *("doctor", "--method", f"{method}={json.dumps({'model': str(folder)})}", "--json"),
         *("--model", model_folder(), "--prompts", str(prompt_file)),
         *("--max-tokens", str(_MAX_TOKENS)),
-        variables=ONE_PROCESS,
+        forked=True,
     )
     assert done.returncode in (0, 1), done.stderr
     (found,) = json.loads(done.stdout)["drafters"]

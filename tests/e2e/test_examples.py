@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fenced_blocks import ROOT
+from forked_programs import run_forked
 from published_runs import (
     OFFLINE_EXAMPLES,
     ONE_PROCESS,
@@ -87,14 +88,7 @@ def test_generate_example_copies() -> None:
 
 def lines_of(name: str) -> list[str]:
     """What an example prints that is run by itself."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / name), model_folder()],
-        capture_output=True,
-        text=True,
-        env=environment(**ONE_PROCESS),
-        timeout=400,
-        check=False,
-    )
+    done = run_forked([str(ROOT / name), model_folder()], environment(), timeout=400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     return done.stdout.splitlines()
 

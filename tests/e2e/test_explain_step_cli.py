@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from published_runs import ONE_PROCESS, model_folder, vllm_spec
+from published_runs import model_folder, vllm_spec
 
 pytestmark = [
     pytest.mark.e2e,
@@ -25,7 +25,7 @@ def test_a_step_of_a_real_request(tmp_path: Path) -> None:
     done = vllm_spec(
         *("explain-step", "--json", "--model", model, "--max-tokens", "24", "--svg", str(svg)),
         *("--prompt", "Repeat this line three times: one two three one two three"),
-        variables=ONE_PROCESS,
+        forked=True,
     )
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)

@@ -6,14 +6,13 @@ On the real small model, whose answers hold the number; it is the published meas
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 
 import pytest
 from fenced_blocks import ROOT
-from published_runs import ONE_PROCESS, environment, model_folder
+from forked_programs import run_forked
+from published_runs import environment, model_folder
 
 pytestmark = [
     pytest.mark.e2e,
@@ -28,13 +27,10 @@ def test_a_retrieval_view_finds_what_a_stream_loses(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     script = str(ROOT / "scripts/view_acceptance.py")
     what = ["--needles", str(NEEDLES), "--lengths", "2k", "--budgets", BUDGET]
-    done = subprocess.run(
-        [sys.executable, script, model_folder(), *what, "--max-tokens", "24", "--out", str(out)],
-        capture_output=True,
-        text=True,
-        env=environment(**ONE_PROCESS),
+    done = run_forked(
+        [script, model_folder(), *what, "--max-tokens", "24", "--out", str(out)],
+        environment(),
         timeout=500,
-        check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     found = {(part, view): rates for _, part, view, rates in json.loads(out.read_text())}

@@ -39,6 +39,27 @@ def test_programs():
     assert done.stdout == "False True True\\n", done
 """
 
+ENDING = """
+import subprocess, sys
+
+PROGRAM = '''
+import atexit, sys
+class Ring:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        print("taken apart")
+ring = Ring()
+atexit.register(print, "what the program does at its end")
+sys.exit(3)
+'''
+
+def test_programs():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.stdout == "what the program does at its end\\n", done
+    assert done.returncode == 3
+"""
+
 
 @pytest.fixture
 def run_tests(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -116,6 +137,12 @@ def test_vllm_collects_no_garbage_but_tests_do(outcome: Callable[..., Outcome]) 
     assert status == 0, lines
 
 
+def test_programs_end_without_taking_all_apart(outcome: Callable[..., Outcome]) -> None:
+    """A million objects of vLLM's imports: as long as the imports of a small program."""
+    status, lines = outcome(one=ENDING)
+    assert status == 0, lines
+
+
 def test_too_much_memory_fails(
     run_tests: ModuleType, outcome: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,16 +153,38 @@ def test_too_much_memory_fails(
     assert " 2 passed, 1 error in " in lines[-1]
 
 
-def test_steps_that_failed_before_are_named_at_the_end(
-    run_tests: ModuleType, outcome: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+def test_steps_of_make_run_beside_the_tests(
+    run_tests: ModuleType,
+    outcome: Callable[..., Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments = ["run_tests.py", "--failed-before=lint", "--failed-before=docs", "-q"]
+    words = "\t@echo 'a word of {0}'; exit {1}\n"
+    (tmp_path / "Makefile").write_text(
+        "types:\n" + words.format("types", 0) + "docs:\n" + words.format("docs", 5)
+    )
+    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
+    arguments = ["run_tests.py", "--step=types", "--step=docs", "-q"]
     monkeypatch.setattr(run_tests.sys, "argv", arguments)
     status, lines = outcome(one=PASSING)
     assert status == 1
-    assert lines[-5].startswith("ERROR lint: ")
-    assert lines[-4].startswith("ERROR docs: ")
-    assert " 2 passed, 2 errors in " in lines[-1]
+    assert "    types | a word of types" in lines
+    own = [line for line in lines if " | " not in line]
+    assert "a word of docs" in own  # what failed is shown again
+    assert "a word of types" not in own
+    assert [line for line in own if line.startswith("ERROR ")] == [
+        "ERROR docs: make ended with status 2"
+    ]
+    assert any(line.startswith("types: passed (") for line in own)
+    assert " 2 passed, 1 error in " in lines[-1]
+
+
+def test_continuous_integration_runs_every_check() -> None:
+    """What `make check` has, the documentation, and all tests."""
+    root = SCRIPT.parents[1]
+    steps = set(re.findall(r"--step=(\w+)", (root / ".ci/run").read_text()))
+    (check,) = re.findall(r"^check: (.+?)  ##", (root / "Makefile").read_text(), re.MULTILINE)
+    assert steps == {*check.split(), "docs"}
 
 
 def test_nothing_selected_is_no_failure(

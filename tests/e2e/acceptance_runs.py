@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the benchmark's engines one after another; a script, not a test.
+
+Standard input holds the settings, the argument is the folder for logs and :data:`RESULT`. One
+program, so that its engine processes can be forked from it.
+"""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+from vllm_spec_ext.bench.engine_client import EngineClient
+from vllm_spec_ext.bench.records import Run
+from vllm_spec_ext.bench.session import BenchResult, sampling_of
+from vllm_spec_ext.bench.settings import BenchSettings
+
+RESULT = "result.pickle"
+
+
+def main() -> None:
+    """As ``vllm-spec bench``, but never two engines at once: all of them take 14 GiB."""
+    folder = Path(sys.argv[1])
+    settings = BenchSettings.model_validate(json.load(sys.stdin))
+    result = BenchResult(settings, settings.all_methods(), settings.questions())
+    recorded = None
+    for method in result.methods:
+        with EngineClient(method.name, folder / f"{method.name}.log") as engine:
+            sampling = sampling_of(settings)
+            engine.start(settings.model, method, settings.llm_args(), sampling)
+            result.facts[method.name] = engine.prepare(result.questions, settings.warm_up, 1)
+            run = engine.run(range(len(result.questions)), 1)
+            if method.name == "auto":
+                recorded = engine.record(range(len(result.questions)), 1)
+        result.runs.append(Run(method.name, 1, 0, run))
+    (folder / RESULT).write_bytes(pickle.dumps((result, recorded)))
+
+
+if __name__ == "__main__":
+    main()
