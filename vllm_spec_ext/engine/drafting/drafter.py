@@ -86,7 +86,7 @@ class Drafter:
         self.models = ModelHost(spec_config.draft_models)
         self.views = ViewHost(spec_config.cache_views)
         self.num_scratch_blocks = num_scratch_blocks(
-            self.info.tree,
+            self.drafts_trees,
             self._num_draft_tokens,
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.block_size if self.models or self.views else None,

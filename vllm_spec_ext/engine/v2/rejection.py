@@ -65,18 +65,17 @@ class WalkSampler(RejectionSampler):
         step, sampler = runner.spec_step, runner.sampler
         sampler.look_at(logits)
         sampler.set_eta(input_batch)
-        states = [runner.state_of(request_id) for request_id in step.request_ids]
         temperatures = sampler.sampling_states.temperature.np[input_batch.idx_mapping_np]
         greedy = (temperatures == 0.0).tolist()
         plan = None if runner.tree_attention is None else runner.tree_attention.plan
-        distributions = drawn_of(step, states, greedy)
+        distributions = drawn_of(step, greedy)
         self._batch = self._order = None
         if plan is not None or distributions or self._relaxed_rule is not None:
-            batch = self._batch = step_batch(step, states, plan)
+            batch = self._batch = step_batch(step, plan)
             self._rule: StepRule | None = None
             self._distributions = distributions
             if self._relaxed_rule is not None:
-                self._rule = self._relaxed_rule.of_step(batch, states, greedy, runner.device)
+                self._rule = self._relaxed_rule.of_step(batch, step.states, greedy, runner.device)
                 self._distributions = {}
         elif runner.is_async and runner.late_steps is None:
             invalid_drafts = _or(invalid_drafts, _fillers(step.drafts, logits.device))
