@@ -219,7 +219,7 @@ class SpecRunnerV2Mixin:
             requests.append(RequestRows(start, num_tokens, self._computed[row], tree))
             start += num_tokens
         if any(request.parents is not None for request in requests):
-            table = [self.spec_requests.blocks(name).tolist() for name in step.request_ids]
+            table = [self.spec_requests.blocks(name) for name in step.request_ids]
             trees.plan_step(requests, table)
 
     def commit_trees(self) -> None:

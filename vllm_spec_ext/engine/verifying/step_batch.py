@@ -13,12 +13,11 @@ def step_batch(step: Step, plan: TreePlan | None) -> DraftBatch:
     """The drafts of the step, without what the tree plan had to drop."""
     drafts = list(step.drafts)
     parents: list[Sequence[int] | None] = [None] * len(drafts)
-    for row in () if plan is None else plan.segments:
-        assert plan is not None
-        known = step.parents[row] or []
-        parents[row] = [*known, *[-1] * (len(drafts[row]) - len(known))]
-        kept = plan.kept(row, len(drafts[row]))
-        drafts[row] = drafts[row][:kept] + [-1] * (len(drafts[row]) - kept)
+    for row, kept in enumerate([] if plan is None else plan.kept.tolist()):
+        if kept >= 0:
+            known, size = step.parents[row] or [], len(drafts[row])
+            parents[row] = [*known, *[-1] * (size - len(known))]
+            drafts[row] = [*drafts[row][:kept], *[-1] * (size - kept)]
     return DraftBatch.of(drafts, parents)
 
 
