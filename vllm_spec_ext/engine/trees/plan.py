@@ -10,14 +10,16 @@ behaves like a chain costs like one. All rows stay where vLLM put them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_spec_ext.engine.trees.plan_kernel import lay_out
+from vllm_spec_ext.engine.trees.plan_kernel import cut, place
 from vllm_spec_ext.proposers.draft_tree import node_depths
+from vllm_spec_ext.scorers.walk.tree import node_depths as depths_of_batch
 
 if TYPE_CHECKING:
     from vllm_spec_ext.engine.trees.plan_tensors import PlanTensors
@@ -95,14 +97,23 @@ def fitting_prefix(
     Returns:
         Its number of nodes, and the scratch blocks it needs.
     """
-    depths = node_depths(parents)
     used = 0
-    for first, end in segment_bounds(parents)[1:]:
-        need = num_scratch_blocks(depths[end - 1], num_computed, block_size)
+    for first, depth in _scratch_segments(tuple(parents)):
+        need = num_scratch_blocks(depth, num_computed, block_size)
         if used + need > num_free:
             return first, used
         used += need
     return len(parents), used
+
+
+@lru_cache(maxsize=4096)
+def _scratch_segments(parents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """First node and depth of the last one, of all segments but the first.
+
+    Many proposers draft few forms of trees, step after step.
+    """
+    depths = node_depths(parents)
+    return tuple((first, depths[end - 1]) for first, end in segment_bounds(parents)[1:])
 
 
 def build_plan(
@@ -117,17 +128,38 @@ def build_plan(
         int(blocks[request.num_computed // block_size]) if request.parents else -1
         for request, blocks in zip(requests, block_table, strict=False)
     ]
-    layout = lay_out(
-        np.array([request.first_row for request in requests], np.int64),
-        np.array([request.num_tokens for request in requests], np.int64),
-        np.array([request.num_computed for request in requests], np.int64),
-        np.array([0, *accumulate(map(len, nodes))], np.int64),
-        np.array(list(chain.from_iterable(nodes)), np.int64),
-        np.array(tails, np.int64),
-        np.asarray(scratch, np.int64),
-        block_size,
+    first_rows = np.array([request.first_row for request in requests], np.int64)
+    num_tokens = np.array([request.num_tokens for request in requests], np.int64)
+    computed = np.array([request.num_computed for request in requests], np.int64)
+    starts = np.array([0, *accumulate(map(len, nodes))], np.int64)
+    parents = np.fromiter(chain.from_iterable(nodes), np.int64)
+    trees = (starts, parents, depths_of_batch(parents, starts))
+    free = np.asarray(scratch, np.int64)
+    request_of, query_starts, seq_lens, scratch_starts, kept, num_dropped = cut(
+        first_rows, num_tokens, computed, *trees, len(free), block_size
     )
-    return TreePlan(*layout)
+    virtual = (request_of, query_starts, scratch_starts)
+    where = place(
+        *virtual, first_rows, computed, *trees, np.array(tails, np.int64), free, block_size
+    )
+    rows, positions, slots, shared_rows, shared_slots, tail_copies, columns_of, columns = where
+    return TreePlan(
+        rows=rows,
+        positions=positions,
+        slots=slots,
+        shared_rows=shared_rows,
+        shared_slots=shared_slots,
+        tail_copies=tail_copies,
+        request_of=request_of,
+        query_starts=query_starts,
+        seq_lens=seq_lens,
+        scratch_starts=scratch_starts,
+        table_rows=columns_of,
+        table_columns=columns,
+        table_blocks=free[: len(columns)],
+        kept=kept,
+        num_dropped=num_dropped,
+    )
 
 
 def warm_up() -> None:

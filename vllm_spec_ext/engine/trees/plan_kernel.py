@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled loop of :mod:`.plan`: over all nodes of a step, one after the other."""
+"""The compiled loops of :mod:`.plan`, over all nodes of a step; arrays are int64 on the way in."""
 
 import numpy as np
 
@@ -7,106 +7,138 @@ from vllm_spec_ext.compiled import kernel
 
 
 @kernel
-def node_depths(parents, starts, depths):  # type: ignore[no-untyped-def]
-    """Fill in the depth of each node; returns the number of segments and of their ancestors."""
-    num_segments = num_ancestors = 0
-    for r in range(starts.shape[0] - 1):
-        first = starts[r]
-        for i in range(first, starts[r + 1]):
-            parent = parents[i]
-            depths[i] = 0 if parent < 0 else depths[first + parent] + 1
-            if i == first or parent != i - first - 1:
-                num_segments += 1
-                num_ancestors += depths[i] + 1  # the root is one
-    return num_segments, num_ancestors
-
-
-@kernel
-def lay_out(  # type: ignore[no-untyped-def]
-    first_rows, num_tokens, num_computed, starts, parents, tails, scratch, block_size
+def cut(  # type: ignore[no-untyped-def]
+    first_rows, num_tokens, num_computed, starts, parents, depths, num_scratch, block_size
 ):
-    """The arrays of a :class:`.plan.TreePlan`, in the order of its fields.
+    """Cut the step into virtual requests, and say how many scratch blocks each takes.
 
     Args:
-        first_rows: [num_requests] int64, as all of these.
+        first_rows: [num_requests] of each request.
         num_tokens: [num_requests].
         num_computed: [num_requests].
         starts: [num_requests + 1] first node of each request; requests without branches have none.
         parents: [num_nodes] within the request.
-        tails: [num_requests] block in which a request's root lies; read where it has nodes.
-        scratch: Free blocks.
+        depths: [num_nodes].
+        num_scratch: Free blocks.
         block_size: Tokens a block.
+
+    Returns:
+        ``request_of``, ``query_starts``, ``seq_lens``, ``scratch_starts``, ``kept`` and
+        ``num_dropped`` of a :class:`.plan.TreePlan`.
     """
-    num_requests, num_nodes = first_rows.shape[0], parents.shape[0]
-    depths = np.empty(num_nodes, np.int64)
-    num_segments, num_ancestors = node_depths(parents, starts, depths)
-    rows, positions = np.empty(num_nodes, np.int64), np.empty(num_nodes, np.int64)
-    slots = np.empty(num_nodes, np.int64)
-    shared_rows = np.empty(num_ancestors, np.int64)
-    shared_slots = np.empty(num_ancestors, np.int64)
-    tail_copies = np.empty((num_segments, 2), np.int64)
-    most = num_segments + 2 * num_requests
+    num_requests = first_rows.shape[0]
+    most = parents.shape[0] + num_requests
     request_of, seq_lens = np.empty(most, np.int64), np.empty(most, np.int32)
     query_starts, scratch_starts = np.empty(most + 1, np.int32), np.empty(most + 1, np.int64)
-    table_rows, table_columns = np.empty_like(scratch), np.empty_like(scratch)
     kept = np.full(num_requests, -1, np.int64)
-    num_rows = num_shared = num_tails = num_virtual = num_taken = num_dropped = end_row = 0
+    v = num_taken = num_dropped = end_row = 0
     for r in range(num_requests):
         row, root = first_rows[r], num_computed[r]
         first, size = starts[r], starts[r + 1] - starts[r]
         end_row = row + num_tokens[r]
-        column, offset = root // block_size, root % block_size
-        begin = node = 0
+        begin = 0
         while begin < size:
-            node = begin + 1
-            while node < size and parents[first + node] == node - 1:
-                node += 1
-            last = root + 1 + depths[first + node - 1]
-            need = 0 if begin == 0 else last // block_size - column + 1
-            if num_taken + need > scratch.shape[0]:
+            end = begin + 1
+            while end < size and parents[first + end] == end - 1:
+                end += 1
+            last = root + 1 + depths[first + end - 1]
+            need = 0 if begin == 0 else last // block_size - root // block_size + 1
+            if num_taken + need > num_scratch:
                 num_dropped += size - begin
                 break
-            request_of[num_virtual], seq_lens[num_virtual] = r, last + 1
             # The root belongs to the first segment; both keep the request's own slots.
-            query_starts[num_virtual] = row if begin == 0 else row + 1 + begin
-            scratch_starts[num_virtual] = num_taken
-            if begin > 0:
-                taken = scratch[num_taken : num_taken + need]
-                if offset:
-                    tail_copies[num_tails, 0], tail_copies[num_tails, 1] = tails[r], taken[0]
-                    num_tails += 1
-                # What lies `place` behind the beginning of the tail block has this slot.
-                for i in range(begin, node):
-                    place = offset + 1 + depths[first + i]
-                    rows[num_rows] = row + 1 + i
-                    positions[num_rows] = root + 1 + depths[first + i]
-                    slots[num_rows] = taken[place // block_size] * block_size + place % block_size
-                    num_rows += 1
-                ancestor = parents[first + begin]
-                while True:
-                    place = offset if ancestor < 0 else offset + 1 + depths[first + ancestor]
-                    slot = taken[place // block_size] * block_size + place % block_size
-                    shared_rows[num_shared], shared_slots[num_shared] = row + 1 + ancestor, slot
-                    num_shared += 1
-                    if ancestor < 0:
-                        break
-                    ancestor = parents[first + ancestor]
-                for i in range(need):
-                    table_rows[num_taken + i] = num_virtual
-                    table_columns[num_taken + i] = column + i
-                num_taken += need
-            num_virtual += 1
-            begin = node
+            query_starts[v] = row if begin == 0 else row + 1 + begin
+            request_of[v], seq_lens[v], scratch_starts[v] = r, last + 1, num_taken
+            num_taken += need
+            v += 1
+            begin = end
         if size > 0:
             kept[r] = begin
         # What is left is computed where vLLM put it, and ignored: its slots lie behind every slot
         # of the first segment, so it harms nothing. All of a request without branches is left.
         left = row if size == 0 else row + 1 + begin
         if left < end_row:
-            request_of[num_virtual], seq_lens[num_virtual] = r, root + num_tokens[r]
-            query_starts[num_virtual], scratch_starts[num_virtual] = left, num_taken
-            num_virtual += 1
-    query_starts[num_virtual], scratch_starts[num_virtual] = end_row, num_taken
+            query_starts[v] = left
+            request_of[v], seq_lens[v], scratch_starts[v] = r, root + num_tokens[r], num_taken
+            v += 1
+    query_starts[v], scratch_starts[v] = end_row, num_taken
+    return (
+        request_of[:v],
+        query_starts[: v + 1],
+        seq_lens[:v],
+        scratch_starts[: v + 1],
+        kept,
+        num_dropped,
+    )
+
+
+@kernel
+def place(  # type: ignore[no-untyped-def]
+    request_of,
+    query_starts,
+    scratch_starts,
+    first_rows,
+    num_computed,
+    starts,
+    parents,
+    depths,
+    tails,
+    scratch,
+    block_size,
+):
+    """Say where the virtual requests with scratch blocks have their KV.
+
+    Args:
+        request_of: As of :func:`cut`, and the other arguments that it shares.
+        query_starts: Likewise.
+        scratch_starts: Likewise.
+        first_rows: Likewise.
+        num_computed: Likewise.
+        starts: Likewise.
+        parents: Likewise.
+        depths: Likewise.
+        tails: [num_requests] block in which a request's root lies; read where it has nodes.
+        scratch: [n] free blocks.
+        block_size: Likewise.
+
+    Returns:
+        ``rows``, ``positions``, ``slots``, ``shared_rows``, ``shared_slots``, ``tail_copies``,
+        ``table_rows`` and ``table_columns`` of a :class:`.plan.TreePlan`.
+    """
+    num_nodes, num_taken = parents.shape[0], scratch_starts[-1]
+    most_shared = num_nodes + depths.sum()  # each node's ancestors, with the root
+    rows, positions = np.empty(num_nodes, np.int64), np.empty(num_nodes, np.int64)
+    slots = np.empty(num_nodes, np.int64)
+    shared_rows, shared_slots = np.empty(most_shared, np.int64), np.empty(most_shared, np.int64)
+    tail_copies = np.empty((request_of.shape[0], 2), np.int64)
+    table_rows, table_columns = np.empty(num_taken, np.int64), np.empty(num_taken, np.int64)
+    num_rows = num_shared = num_tails = 0
+    for v in range(request_of.shape[0]):
+        taken = scratch[scratch_starts[v] : scratch_starts[v + 1]]
+        if taken.shape[0] == 0:
+            continue
+        r = request_of[v]
+        row, root, first = first_rows[r], num_computed[r], starts[r]
+        column, offset = root // block_size, root % block_size
+        for i in range(taken.shape[0]):
+            table_rows[scratch_starts[v] + i] = v
+            table_columns[scratch_starts[v] + i] = column + i
+        if offset:
+            tail_copies[num_tails, 0], tail_copies[num_tails, 1] = tails[r], taken[0]
+            num_tails += 1
+        begin, end = query_starts[v] - row - 1, query_starts[v + 1] - row - 1
+        for node in range(begin, end):
+            depth = depths[first + node] + 1
+            rows[num_rows], positions[num_rows] = row + 1 + node, root + depth
+            slots[num_rows] = _slot(taken, offset + depth, block_size)
+            num_rows += 1
+        ancestor = parents[first + begin]
+        for depth in range(depths[first + begin], -1, -1):
+            shared_rows[num_shared] = row + 1 + ancestor
+            shared_slots[num_shared] = _slot(taken, offset + depth, block_size)
+            num_shared += 1
+            if depth > 0:  # else it is the root
+                ancestor = parents[first + ancestor]
     return (
         rows[:num_rows],
         positions[:num_rows],
@@ -114,13 +146,12 @@ def lay_out(  # type: ignore[no-untyped-def]
         shared_rows[:num_shared],
         shared_slots[:num_shared],
         tail_copies[:num_tails],
-        request_of[:num_virtual],
-        query_starts[: num_virtual + 1],
-        seq_lens[:num_virtual],
-        scratch_starts[: num_virtual + 1],
-        table_rows[:num_taken],
-        table_columns[:num_taken],
-        scratch[:num_taken],
-        kept,
-        num_dropped,
+        table_rows,
+        table_columns,
     )
+
+
+@kernel
+def _slot(taken, place, block_size):  # type: ignore[no-untyped-def]
+    """Of what lies `place` behind the beginning of the tail block, in the blocks taken for it."""
+    return taken[place // block_size] * block_size + place % block_size

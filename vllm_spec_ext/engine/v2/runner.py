@@ -128,6 +128,7 @@ class SpecRunnerV2Mixin:
         if self.drafter.drafts_trees:
             add_trees(self.model_state, self)
         if self.is_async and self.drafter.waits_because is None:
+            self.drafter.start_late()
             # vLLM does with these drafts as with its own.
             self.late_steps = LateSteps(self)
             self.speculator = LateSpeculator(self.req_states.draft_tokens, self.late_steps)
@@ -275,15 +276,15 @@ class SpecRunnerV2Mixin:
         """
         from vllm.utils.torch_utils import async_tensor_h2d  # patched by vLLM's CPU worker
 
-        rows = np.zeros((len(drafts), self.req_states.draft_tokens.shape[1]), np.int64)
-        for row, draft in enumerate(drafts):
-            if new_tokens[row]:
-                rows[row] = new_tokens[row][-1]
-            rows[row, : len(draft)] = draft
-        on_device = async_tensor_h2d(rows, device=self.device)
-        self.req_states.draft_tokens[batch.idx_mapping] = on_device
+        waiting = self.req_states.draft_tokens
+        rows = [
+            [*draft, *(new[-1:] or [0]) * (waiting.shape[1] - len(draft))]
+            for draft, new in zip(drafts, new_tokens, strict=True)
+        ]
+        on_device = async_tensor_h2d(np.array(rows, np.int64), device=self.device)
+        waiting.index_copy_(0, batch.idx_mapping, on_device)
         if self.is_async:
-            drafts = rows[:, :num_scheduled].tolist()
+            drafts = [row[:num_scheduled] for row in rows]
         self._host_draft_tokens.keep(batch.req_ids, drafts)
 
 

@@ -36,12 +36,13 @@ class DraftBatch:
             parents: Parent of each node, -1 = root; None for a chain.
         """
         sizes = [len(draft) for draft in tokens]
-        flat: list[int] = []
-        for size, given in zip(sizes, parents, strict=True):
-            flat += chain_parents(size) if given is None else given[:size]
+        trees = (
+            chain_parents(size) if given is None else given[:size]
+            for size, given in zip(sizes, parents, strict=True)
+        )
         return cls(
-            parents=np.array(flat, np.int64),
-            tokens=np.array(list(chain.from_iterable(tokens)), np.int64),
+            parents=np.fromiter(chain.from_iterable(trees), np.int64),
+            tokens=np.fromiter(chain.from_iterable(tokens), np.int64),
             node_starts=np.array([0, *accumulate(sizes)], np.int64),
         )
 
