@@ -26,8 +26,8 @@ def cut(  # type: ignore[no-untyped-def]
         ``request_of``, ``query_starts``, ``seq_lens``, ``scratch_starts``, ``kept`` and
         ``num_dropped`` of a :class:`.plan.TreePlan`.
     """
-    num_requests = first_rows.shape[0]
-    most = parents.shape[0] + num_requests
+    num_requests = len(first_rows)
+    most = len(parents) + num_requests
     request_of, seq_lens = np.empty(most, np.int64), np.empty(most, np.int32)
     query_starts, scratch_starts = np.empty(most + 1, np.int32), np.empty(most + 1, np.int64)
     kept = np.full(num_requests, -1, np.int64)
@@ -105,22 +105,22 @@ def place(  # type: ignore[no-untyped-def]
         ``rows``, ``positions``, ``slots``, ``shared_rows``, ``shared_slots``, ``tail_copies``,
         ``table_rows`` and ``table_columns`` of a :class:`.plan.TreePlan`.
     """
-    num_nodes, num_taken = parents.shape[0], scratch_starts[-1]
-    most_shared = num_nodes + depths.sum()  # each node's ancestors, with the root
+    num_nodes, num_taken = len(parents), scratch_starts[-1]
+    most_shared = num_nodes + np.sum(depths)  # each node's ancestors, with the root
     rows, positions = np.empty(num_nodes, np.int64), np.empty(num_nodes, np.int64)
     slots = np.empty(num_nodes, np.int64)
     shared_rows, shared_slots = np.empty(most_shared, np.int64), np.empty(most_shared, np.int64)
-    tail_copies = np.empty((request_of.shape[0], 2), np.int64)
+    tail_copies = np.empty((len(request_of), 2), np.int64)
     table_rows, table_columns = np.empty(num_taken, np.int64), np.empty(num_taken, np.int64)
     num_rows = num_shared = num_tails = 0
-    for v in range(request_of.shape[0]):
+    for v in range(len(request_of)):
         taken = scratch[scratch_starts[v] : scratch_starts[v + 1]]
-        if taken.shape[0] == 0:
+        if len(taken) == 0:
             continue
         r = request_of[v]
         row, root, first = first_rows[r], num_computed[r], starts[r]
         column, offset = root // block_size, root % block_size
-        for i in range(taken.shape[0]):
+        for i in range(len(taken)):
             table_rows[scratch_starts[v] + i] = v
             table_columns[scratch_starts[v] + i] = column + i
         if offset:
