@@ -40,6 +40,13 @@ class DeviceTexts:
 class LateDrafter(Protocol):
     """The part of a proposer that drafts on the device, see :mod:`.late_drafting`."""
 
+    def start(self, device: "torch.device") -> None:
+        """Called once, before anything is drafted, where the engine does draft late.
+
+        Take here what memory is needed from the start: vLLM measures after this how much is left
+        for requests.
+        """
+
     def draft(self, requests: Sequence[RequestStep], texts: DeviceTexts) -> "torch.Tensor":
         """Queue the look-up; wait for nothing.
 

@@ -10,7 +10,6 @@ are, goes in a row each (``late_kernels.py`` follows the tables from the end of 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.adaptive_ngram import late_kernels
@@ -113,14 +112,38 @@ class LateNgram:
     def _num_rows(pool: Any) -> int:
         return int(pool.arrays.keys.shape[1])
 
+    def start(self, device: "torch.device") -> None:
+        """All that is there from the start goes to the device, and room for the overlays' rows."""
+        import torch
+
+        # Not before: the engine may find that it cannot draft late.
+        self._drafter.is_late = True
+        lookup, base = self._drafter.lookup, self._drafter.base
+        numbers = [
+            lookup.backoff_weight,
+            lookup.request_weight,
+            lookup.shared_weight,
+            lookup.request_half_life,
+            lookup.unseen_weight,
+            self._drafter.settings.min_confidence,
+        ]
+        frequent = PROB_TABLE[base.uni_prob]
+        corpus: list[NDArray[Any]] = [base.top, base.w2, base.off, base.tok, base.prob]
+        self._on_device = _OnDevice(
+            torch.zeros((self._changed.num_rows, WORDS), dtype=torch.int64, device=device),
+            tuple(
+                torch.tensor(array, device=device)
+                for array in (*corpus, PROB_TABLE, base.uni_tok, frequent)
+            ),
+            torch.tensor(numbers, dtype=torch.float64, device=device),
+        )
+
     def draft(self, requests: Sequence[RequestStep], texts: DeviceTexts) -> "torch.Tensor":
         """One launch, see :class:`.late_drafting.LateDrafter`."""
-        self._drafter.is_late = True  # not before: the engine may find that it cannot draft late
+        on_device = self._on_device
+        assert on_device is not None
         slots = self._drafter.learn_known(requests)
         rows = [self._row(request, slot) for request, slot in zip(requests, slots, strict=True)]
-        on_device = self._on_device
-        if on_device is None:
-            on_device = self._on_device = self._put(texts)
         changed = self._changed.take()
         if len(changed):
             new = texts.upload(changed)
@@ -161,26 +184,3 @@ class LateNgram:
         import torch
 
         return rows, rows.view(torch.int32), rows.view(torch.float32)
-
-    def _put(self, texts: DeviceTexts) -> _OnDevice:
-        """All that is there from the start, but for the rows of the overlays."""
-        import torch
-
-        lookup, base = self._drafter.lookup, self._drafter.base
-        device = texts.tokens.device
-        numbers = [
-            lookup.backoff_weight,
-            lookup.request_weight,
-            lookup.shared_weight,
-            lookup.request_half_life,
-            lookup.unseen_weight,
-            self._drafter.settings.min_confidence,
-        ]
-        frequent = PROB_TABLE[base.uni_prob]
-        corpus: list[NDArray[Any]] = [base.top, base.w2, base.off, base.tok, base.prob]
-        return _OnDevice(
-            torch.zeros((self._changed.num_rows, WORDS), dtype=torch.int64, device=device),
-            # Copies: a mapped file cannot be written, and PyTorch warns of that.
-            tuple(texts.upload(a.copy()) for a in (*corpus, PROB_TABLE, base.uni_tok, frequent)),
-            texts.upload(np.array(numbers, np.float64)),
-        )

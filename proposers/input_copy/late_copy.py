@@ -106,12 +106,17 @@ class LateCopy:
         for request_id in request_ids:
             self._sources.pop(request_id, None)
 
+    def start(self, device: "torch.device") -> None:
+        """The folded token ids go to the device."""
+        import torch
+
+        self._folded = torch.tensor(self._folded_np, device=device)
+
     def draft(self, requests: Sequence[RequestStep], texts: DeviceTexts) -> "torch.Tensor":
         """Two launches, see :class:`.late_drafting.LateDrafter`."""
         import torch
 
-        if self._folded is None:
-            self._folded = texts.upload(self._folded_np)
+        assert self._folded is not None
         rows = [
             self._row(request, texts, int(place))
             for request, place in zip(requests, texts.places_np, strict=True)

@@ -13,6 +13,7 @@ one row for each node in draft order. Walks run on the host, compiled, over a wh
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -34,6 +35,12 @@ class Walk:
     accepted: IntArray  # [num_requests, max_depth + 1] node indices within the request, -1 padded
     emitted: IntArray  # [num_requests, max_depth + 2] token ids, -1 padded
     num_accepted: IntArray  # [num_requests]; num_accepted + 1 tokens are emitted
+
+    @cached_property
+    def paths(self) -> list[tuple[int, ...]]:
+        """The accepted nodes of each request."""
+        rows = zip(self.accepted.tolist(), self.num_accepted.tolist(), strict=True)
+        return [tuple(nodes[:length]) for nodes, length in rows]
 
 
 def node_rows(starts: HostArray) -> tuple[IntArray, IntArray]:

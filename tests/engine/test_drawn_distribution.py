@@ -230,8 +230,8 @@ def test_distributions_for_vllms_sampler_of_a_mixed_batch() -> None:
     runner: Any = SpecRunnerMixin()
     runner.device = torch.device("cpu")
     runner.vllm_config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 4))
-    runner.state_of = states.__getitem__
-    runner.spec_step = Step(tuple(states), [[3, 1], [-1], [], [2]])
+    drafts: list[list[int]] = [[3, 1], [-1], [], [2]]
+    runner.spec_step = Step(tuple(states), drafts, states=list(states.values()))
     runner.input_batch = SimpleNamespace(
         req_ids=list(states),
         sampling_metadata=SimpleNamespace(all_greedy=False),

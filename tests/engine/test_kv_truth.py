@@ -164,7 +164,10 @@ def no_virtual_requests(engine: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_tail_copies(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    _change_plan(patch, lambda plan, requests: plan.tail_copies.clear())
+    def change(plan: TreePlan, requests: Sequence[RequestRows]) -> None:
+        plan.tail_copies = plan.tail_copies[:0]
+
+    _change_plan(patch, change)
 
 
 def _change_plan(

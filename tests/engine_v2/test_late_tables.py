@@ -311,6 +311,16 @@ def test_sources_of_requests(plain: Any, copies: Any, num_rows: list[int]) -> No
     assert min(num_rows) < 4
 
 
+def test_a_fresh_proposer_drafts_late_as_the_one_before_it(engine: Any) -> None:
+    """It needs its tables, which are there before anything is drafted, and drafts as ever."""
+    runner = runner_of(engine)
+    runner.drafter.reset()
+    scenario = Scenario([{"max_tokens": 20, "ignore_eos": True}], PROMPTS[:2])
+    before = tokens(run(fresh(engine), scenario))
+    runner.drafter.reset()
+    assert tokens(run(fresh(engine), scenario)) == before
+
+
 def test_a_failing_look_up_costs_drafts_alone(
     expected: Any, copies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -378,6 +378,7 @@ CLASSES: tuple[Reads, ...] = (
         "ModelRunnerOutput",
         "a worker's answer: the step's new tokens, and what it counted",
         {
+            "req_ids": "list[str]",
             "sampled_token_ids": "list[list[int]]",
             "kv_connector_output": "KVConnectorOutput | None",
         },

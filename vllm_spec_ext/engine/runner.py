@@ -155,7 +155,9 @@ class SpecRunnerMixin:
         result = super()._prepare_inputs(  # type: ignore[misc]
             scheduler_output, num_scheduled_tokens
         )
-        step = self.spec_step = Step.of(self.input_batch.req_ids, scheduler_output, started)
+        step = self.spec_step = Step.of(
+            self.input_batch.req_ids, scheduler_output, started, self.state_of
+        )
         if self.tree_attention is not None:
             self._lay_out_trees(self.tree_attention, step)
         return result
@@ -163,8 +165,7 @@ class SpecRunnerMixin:
     def _lay_out_trees(self, trees: TreeAttention, step: Step) -> None:
         batch, starts = self.input_batch, self.query_start_loc.np
         requests = []
-        for row, (request_id, draft) in enumerate(zip(step.request_ids, step.drafts, strict=True)):
-            parents = self.state_of(request_id).parents_of(draft) if draft else None
+        for row, (draft, parents) in enumerate(zip(step.drafts, step.parents, strict=True)):
             num_tokens = step.num_scheduled[row]
             computed = int(batch.num_computed_tokens_cpu[row])
             tree = parents if num_tokens == len(draft) + 1 else None

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,11 @@ from vllm_spec_ext.proposers.base import StepOutcome
 from vllm_spec_ext.scorers.walk.tree import Walk
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.core.sched.output import SchedulerOutput
+
+    from vllm_spec_ext.engine.requests.state import RequestState
 
 
 @dataclass
@@ -27,19 +32,41 @@ class Step:
     started: float | None = None  # seconds of the clock; None: prefill says nothing of decoding
     likeliest: LikeliestTokens | None = None  # if the proposer needs them
     walk: Walk | None = None  # of our own verification; None = vLLM's, of chains
+    states: "Sequence[RequestState]" = ()  # what we keep of each request
     held_generators: dict[int, torch.Generator] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, request_ids: Sequence[str], scheduler_output: "SchedulerOutput", started: float
+        cls,
+        request_ids: Sequence[str],
+        scheduler_output: "SchedulerOutput",
+        started: float,
+        state_of: "Callable[[str], RequestState]",
     ) -> "Step":
         """The step that vLLM has just prepared; `started` as the attribute, with any prefill."""
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         drafts = [scheduled.get(request_id, []) for request_id in request_ids]
-        decoded = sum(len(draft) + 1 for draft in drafts)
+        decoded = sum(map(len, drafts)) + len(drafts)
         only_decodes = decoded == scheduler_output.total_num_scheduled_tokens
         num_scheduled = [scheduler_output.num_scheduled_tokens[name] for name in request_ids]
-        return cls(tuple(request_ids), drafts, num_scheduled, started if only_decodes else None)
+        return cls(
+            tuple(request_ids),
+            drafts,
+            num_scheduled,
+            started if only_decodes else None,
+            states=[state_of(request_id) for request_id in request_ids],
+        )
+
+    @cached_property
+    def parents(self) -> list[list[int] | None]:
+        """Parents of the scheduled nodes of each draft with branches; None of others.
+
+        Asked first before the next drafts take the places of these.
+        """
+        return [
+            state.parents_of(draft) if draft else None
+            for state, draft in zip(self.states, self.drafts, strict=True)
+        ]
 
     def hold_back(
         self, generators: dict[int, torch.Generator], discarded: NDArray[np.bool_]
@@ -56,7 +83,7 @@ class Step:
         """The accepted path of a request's draft; the first nodes of a chain."""
         if self.walk is None:
             return tuple(range(num_accepted))
-        return tuple(self.walk.accepted[row, :num_accepted].tolist())
+        return self.walk.paths[row][:num_accepted]
 
     def outcomes(self, new_tokens: Sequence[Sequence[int]]) -> list[StepOutcome]:
         """What became of each draft.
@@ -67,7 +94,7 @@ class Step:
         found = []
         for row, (draft, tokens) in enumerate(zip(self.drafts, new_tokens, strict=True)):
             # Placeholders (-1) are the scheduler's padding of a resumed request, not a draft.
-            num_drafted = sum(token >= 0 for token in draft)
+            num_drafted = len(draft) - draft.count(-1)
             if num_drafted and tokens:
                 # What fills a draft up may be right, too, and is none of it.
                 nodes = self.accepted_nodes(row, min(len(tokens) - 1, num_drafted))

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_spec_ext.engine.trees.block_copies import copy_layer_blocks, copy_runs
+from vllm_spec_ext.engine.trees.block_copies import LayerBlocks, copy_runs
 
 NUM_BLOCKS = 6
 
@@ -28,7 +28,25 @@ def test_other_layers_of_the_same_storage_stay(outermost: str, per_block: int) -
     storage = torch.arange(2.0 * size * 3).reshape(shape)
     mine, other = storage.unbind(0 if outermost == "layers" else 1)
     before = storage.clone().unbind(0 if outermost == "layers" else 1)
-    copy_layer_blocks([mine, mine], NUM_BLOCKS, [(0, 3), (0, 4), (5, 1)])
+    LayerBlocks([mine, mine], NUM_BLOCKS).copy([(0, 3), (0, 4), (5, 1)])
     expected = before[0].unflatten(0, (NUM_BLOCKS, per_block))[[0, 5, 2, 0, 0, 5]]
     assert torch.equal(mine.unflatten(0, (NUM_BLOCKS, per_block)), expected)
     assert torch.equal(other, before[1])
+
+
+@pytest.mark.parametrize("mine", [[0, 2, 4], [1, 3], [0, 1, 4], [2], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("outermost", ["layers", "blocks"])
+def test_layers_of_one_storage_are_copied_wherever_they_lie(
+    outermost: str, mine: list[int]
+) -> None:
+    """Evenly spaced layers are one tensor, so that a copy takes as long for many as for one."""
+    shape = (5, NUM_BLOCKS, 3) if outermost == "layers" else (NUM_BLOCKS, 5, 3)
+    storage = torch.arange(5.0 * NUM_BLOCKS * 3).reshape(shape)
+    dim = 0 if outermost == "layers" else 1
+    before, layers = storage.clone().unbind(dim), storage.unbind(dim)
+    elsewhere = torch.arange(3.0 * NUM_BLOCKS).reshape(NUM_BLOCKS, 3)
+    LayerBlocks([*(layers[i] for i in mine), elsewhere], NUM_BLOCKS).copy([(0, 3), (0, 4), (5, 1)])
+    order = [0, 5, 2, 0, 0, 5]
+    assert elsewhere[:, 0].tolist() == [3.0 * block for block in order]
+    for i, layer in enumerate(layers):
+        assert torch.equal(layer, before[i][order] if i in mine else before[i])

@@ -105,29 +105,30 @@ def play(step: Step, plan: TreePlan) -> tuple[dict[int, Name], dict[int, int]]:
             slots[request.first_row + i] = block * size + position % size
             positions[request.first_row + i] = position
             names[request.first_row + i] = ("row", index, i - 1)
-    positions.update(zip(plan.rows, plan.positions, strict=True))
-    slots.update(zip(plan.scratch_rows, plan.scratch_slots, strict=True))
-    assert not {a for a, _ in plan.tail_copies} & {b for _, b in plan.tail_copies}
+    positions.update(zip(plan.rows.tolist(), plan.positions.tolist(), strict=True))
+    slots.update(zip(plan.rows.tolist(), plan.slots.tolist(), strict=True))
+    tail_copies = plan.tail_copies.tolist()
+    assert not {a for a, _ in tail_copies} & {b for _, b in tail_copies}
     copied = {
         b * size + i: cache[a * size + i]
-        for a, b in plan.tail_copies
+        for a, b in tail_copies
         for i in range(size)
         if a * size + i in cache
     }
     cache.update(copied)
-    written = list(slots.values()) + plan.shared_slots
+    shared_rows, shared_slots = plan.shared_rows.tolist(), plan.shared_slots.tolist()
+    written = [*slots.values(), *shared_slots]
     assert len(set(written)) == len(written), "two rows write the same slot"
     cache.update({slot: names[row] for row, slot in slots.items()})
-    cache.update(
-        {slot: names[row] for row, slot in zip(plan.shared_rows, plan.shared_slots, strict=True)}
-    )
+    cache.update({slot: names[row] for row, slot in zip(shared_rows, shared_slots, strict=True)})
     return cache, positions
 
 
 def tables_of(step: Step, plan: TreePlan) -> np.ndarray:
     """[num_virtual, width] block table of each virtual request."""
     tables = step.table[plan.request_of].copy()
-    assert len(set(zip(plan.table_rows, plan.table_columns, strict=True))) == len(plan.table_rows)
+    places = zip(plan.table_rows.tolist(), plan.table_columns.tolist(), strict=True)
+    assert len(set(places)) == len(plan.table_rows)
     tables[plan.table_rows, plan.table_columns] = plan.table_blocks
     return tables
 
@@ -148,20 +149,19 @@ def check_visibility(step: Step, plan: TreePlan) -> int:
     tables = tables_of(step, plan)
     size = step.block_size
     checked = 0
-    assert sum(plan.query_lens) == sum(r.num_tokens for r in step.requests)
-    next_row = 0
+    query_lens = np.diff(plan.query_starts).tolist()
+    assert query_lens.count(0) == 0
+    assert plan.query_starts[0] == 0, "rows must stay where vLLM put them"
+    assert plan.query_starts[-1] == sum(r.num_tokens for r in step.requests)
     for virtual, index in enumerate(plan.request_of):
-        assert plan.query_starts[virtual] == next_row, "rows must stay where vLLM put them"
-        next_row += plan.query_lens[virtual]
         request = step.requests[index]
-        for i in range(plan.query_lens[virtual]):
-            row = plan.query_starts[virtual] + i
+        for i in range(query_lens[virtual]):
+            row = int(plan.query_starts[virtual]) + i
             node = row - request.first_row - 1
-            num_nodes = request.num_tokens - 1
-            if request.parents is not None and node >= plan.kept(index, num_nodes):
+            if request.parents is not None and node >= plan.kept[index]:
                 continue  # dropped: no scratch was left
             # Causal attention: the i-th query of q sees the first seq_len - q + i + 1 keys.
-            num_seen = plan.seq_lens[virtual] - plan.query_lens[virtual] + i + 1
+            num_seen = int(plan.seq_lens[virtual]) - query_lens[virtual] + i + 1
             expected = history(step, index, node)
             assert num_seen == len(expected)
             assert positions[row] == len(expected) - 1
@@ -188,13 +188,15 @@ def test_with_too_few_scratch_blocks_a_prefix_is_kept(step: Step) -> None:
     plan = build_plan(step.requests, step.table, step.block_size, step.scratch)
     kept = check_visibility(step, plan)
     assert kept + plan.num_dropped == sum(r.num_tokens for r in step.requests)
-    used = [block for segments in plan.segments.values() for s in segments for block in s.scratch]
+    used = plan.table_blocks.tolist()
     assert len(set(used)) == len(used)
     assert set(used) <= set(step.scratch)
     for index, request in enumerate(step.requests):
         if request.parents is not None:
             first_run = segment_bounds(request.parents)[0][1]
-            assert plan.kept(index, len(request.parents)) >= first_run
+            assert plan.kept[index] >= first_run
+        else:
+            assert plan.kept[index] == -1
 
 
 @given(steps(plenty=False))
@@ -206,14 +208,16 @@ def test_commit_leaves_the_accepted_path_in_the_requests_own_blocks(step: Step) 
     size = step.block_size
     for index, request in enumerate(step.requests):
         if request.parents is None:
-            assert plan.commits(index, request.num_tokens - 2, 0, size) == []
+            last_row = request.first_row + request.num_tokens - 1
+            assert plan.commits(last_row, request.num_tokens) == []
             continue
-        assert plan.commits(index, -1, request.num_computed, size) == []
-        for node in range(plan.kept(index, len(request.parents))):
+        assert plan.commits(request.first_row, 1) == []
+        for node in range(int(plan.kept[index])):
             expected = history(step, index, node)
+            num_blocks = (len(expected) - 1) // size - request.num_computed // size + 1
             copies = [
                 (block, int(step.table[index, column]))
-                for block, column in plan.commits(index, node, len(expected) - 1, size)
+                for block, column in plan.commits(request.first_row + 1 + node, num_blocks)
             ]
             assert not {a for a, _ in copies} & {b for _, b in copies}
             cache = dict(before)
@@ -240,8 +244,10 @@ def test_fitting_prefix_is_what_build_plan_keeps(
     table = np.arange(width, dtype=np.int32)[None]
     request = RequestRows(0, len(parents) + 1, computed, parents)
     plan = build_plan([request], table, block_size, list(range(width, width + num_free)))
-    assert plan.kept(0, len(parents)) == size
-    assert sum(len(segment.scratch) for segment in plan.segments[0]) == used
+    if not is_branching(parents):
+        assert (size, used) == (len(parents), 0)
+    assert plan.kept[0] == size
+    assert len(plan.table_blocks) == used
     if size < len(parents):
         # The longest prefix: one node more needs at least one block that is not there.
         longer = build_plan(

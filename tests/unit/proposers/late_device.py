@@ -17,6 +17,7 @@ class LateDevice:
 
     def __init__(self, late: LateDrafter) -> None:
         self.late = late
+        late.start(torch.device("cpu"))
         self.tokens = torch.zeros(1 + max(PLACES), LONGEST, dtype=torch.int32)
         self.lengths = torch.zeros(1 + max(PLACES), dtype=torch.int32)
 

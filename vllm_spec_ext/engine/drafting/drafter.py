@@ -86,7 +86,7 @@ class Drafter:
         self.models = ModelHost(spec_config.draft_models)
         self.views = ViewHost(spec_config.cache_views)
         self.num_scratch_blocks = num_scratch_blocks(
-            self.info.tree,
+            self.drafts_trees,
             self._num_draft_tokens,
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.block_size if self.models or self.views else None,
@@ -102,6 +102,7 @@ class Drafter:
         self._close_online: weakref.finalize[Any, Any] | None = None
         self.late: LateDrafter | None = None
         """What drafts on the device, where the scheduler is asynchronous and the method can."""
+        self._drafts_late = False
         self.not_late_because = why_on_host(self.drafts_trees)
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
 
@@ -209,6 +210,13 @@ class Drafter:
         self.counts.time(elapsed_us)
         return drafts
 
+    def start_late(self) -> None:
+        """Drafts are made on the device from now on; takes the memory that it needs there."""
+        assert self.late is not None
+        assert self._engine.device is not None
+        self._drafts_late = True
+        self.late.start(self._engine.device)
+
     def draft_late(
         self, requests: Sequence[RequestStep], texts: DeviceTexts
     ) -> torch.Tensor | None:
@@ -304,6 +312,8 @@ class Drafter:
             made = make_late(self._engine)
             self.late = None if isinstance(made, str) else made
             self.not_late_because = made if isinstance(made, str) else ""
+            if self._drafts_late:  # a fresh proposer in the place of one that did
+                self.start_late()
         # Where nobody calls close(), when this object goes or the interpreter ends.
         self._close_proposer = weakref.finalize(self, _close, self._proposer)
         return None, []

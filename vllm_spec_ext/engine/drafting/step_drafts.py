@@ -59,8 +59,7 @@ class StepDrafts:
         online = drafter.online
         if online is None or online.tap is None:
             return wanted
-        states = map(self._runner.state_of, step.request_ids)
-        recorded = wants_any(online.tap, step.request_ids, states)
+        recorded = wants_any(online.tap, step.request_ids, step.states)
         return max(wanted, online.num_likeliest if recorded else 0)
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -84,13 +83,14 @@ class StepDrafts:
             lambda: self.decide(step, new_tokens, sample_hidden_states, max_draft_tokens)
         )
         made, rest = iter(drafts), iter(probs)
-        result: list[list[int]] = [[] for _ in new_tokens]
-        for row, tokens in enumerate(new_tokens):
-            if tokens:
-                draft = next(made)
-                result[row] = draft.tokens
-                state = runner.state_of(draft.request_id)
-                state.draft, state.probs = draft, next(rest) if draft.drawn is not None else None
+        result: list[list[int]] = []
+        for state, tokens in zip(step.states, new_tokens, strict=True):
+            if not tokens:
+                result.append([])
+                continue
+            draft = next(made)
+            result.append(draft.tokens)
+            state.draft, state.probs = draft, next(rest) if draft.drawn is not None else None
         return result
 
     def decide(
@@ -171,16 +171,16 @@ class StepDrafts:
         num_free = 0 if trees is None else len(trees.scratch)
         drafts, probs = [], []
         for request, draft in zip(requests, made, strict=True):
-            parents, used = self._verifiable(request, draft, num_free)
+            size, tree, used = self._verifiable(request, draft, num_free)
             num_free -= used
-            tokens = draft.tokens[: len(parents)].tolist()
+            tokens = draft.tokens[:size].tolist()
             drawn = None
             if draft.probs is not None and tokens and self._may_draw(request.request_id):
                 drawn = draft.drawn
-                probs.append(draft.probs[: len(tokens)])
-            tree = parents if is_branching(parents) else None
+                probs.append(draft.probs[:size])
             drafts.append(ScheduledDraft(request.request_id, tokens, tree, drawn))
             if log is not None:
+                parents = chain_parents(size) if tree is None else tree
                 log.drafted(request.request_id, tokens, parents, draft)
         return drafts, probs
 
@@ -218,12 +218,7 @@ class StepDrafts:
 
     def _num_branches(self, step: Step) -> int:
         """Paths that leave another one, of all drafts that the step verified."""
-        trees = (
-            self._runner.state_of(name).parents_of(draft)
-            for name, draft in zip(step.request_ids, step.drafts, strict=True)
-            if draft
-        )
-        return sum(len(segment_bounds(parents)) - 1 for parents in trees if parents is not None)
+        return sum(len(segment_bounds(tree)) - 1 for tree in step.parents if tree is not None)
 
     def _follow_shadows(self, requests: Sequence[RequestStep]) -> list[StepOutcome]:
         """Outcomes of drafts that were not verified, as far as they are known now."""
@@ -264,11 +259,7 @@ class StepDrafts:
             num_new = len(request.new_tokens) - (request.num_steps - 1)  # in this step
             before = request.token_ids[: len(request.token_ids) - num_new][-2:]
             histories[row] = (-1, -1, *before.tolist())[-2:]
-        parents = [
-            self._runner.state_of(name).parents_of(draft) if draft else None
-            for name, draft in zip(step.request_ids, step.drafts, strict=True)
-        ]
-        found = step.likeliest.of_requests(histories, step.drafts, parents)
+        found = step.likeliest.of_requests(histories, step.drafts, step.parents)
         return [
             replace(request, next_tokens=found[row])
             for row, request in zip(rows, requests, strict=True)
@@ -313,27 +304,28 @@ class StepDrafts:
 
     def _verifiable(
         self, request: RequestStep, draft: Draft, num_free: int
-    ) -> tuple[list[int], int]:
+    ) -> tuple[int, list[int] | None, int]:
         """The part of a draft that the next step can verify.
 
         Returns:
-            Parents of the nodes that stay, and the scratch blocks that they will need.
+            How many nodes stay, their parents if they branch, and the scratch blocks that they
+            will need.
         """
         num_nodes = min(len(draft), request.room)
         if draft.parents is None:
-            return chain_parents(num_nodes), 0
+            return num_nodes, None, 0
         parents: list[int] = draft.parents[:num_nodes].tolist()
         if not is_branching(parents):
-            return parents, 0
+            return num_nodes, None, 0
         trees = self._runner.tree_attention
         params = self._runner.known(request.request_id).params
         # vLLM's grammar follows one chain of draft tokens.
         if trees is None or params.structured_outputs is not None:
-            first_end = segment_bounds(parents)[0][1]
-            return parents[:first_end], 0
+            return segment_bounds(parents)[0][1], None, 0
         num_computed = len(request.token_ids) - 1
         size, used = fitting_prefix(parents, num_computed, trees.block_size, num_free)
-        return parents[:size], used
+        # All segments but the first take scratch blocks, so what takes none is a chain.
+        return size, parents[:size] if used else None, used
 
     def _may_draw(self, request_id: str) -> bool:
         """Whether the distributions of a draft may be used for this request.
@@ -357,10 +349,9 @@ class StepDrafts:
     ) -> None:
         online = self._runner.drafter.online
         if online is not None and online.tap is not None and rows:
-            states = [self._runner.state_of(request.request_id) for request in requests]
             tap = online.tap
             self._runner.drafter.guarded(
-                "online", lambda: record_step(tap, step, rows, requests, states, hidden)
+                "online", lambda: record_step(tap, step, rows, requests, hidden)
             )
 
     def _log_outcomes(

@@ -25,7 +25,6 @@ def record_step(
     step: Step,
     rows: Sequence[int],
     requests: Sequence[RequestStep],
-    request_states: Sequence[RequestState],
     hidden: torch.Tensor | None,
 ) -> None:
     """Record the verified path of each request that is wanted.
@@ -35,7 +34,6 @@ def record_step(
         step: The one that was verified, with the likeliest tokens of its rows.
         rows: Of the batch, of the requests that got new tokens.
         requests: These.
-        request_states: Theirs.
         hidden: [len(rows), hidden_size] of the last verified rows; None if the drafter reads none.
     """
     if step.likeliest is None:
@@ -48,10 +46,8 @@ def record_step(
             nodes = step.accepted_nodes(row, len(request.new_tokens) - 1)
             first = int(offsets[row])
             path = [first, *(first + 1 + node for node in nodes)]
-            parents = None
-            if step.drafts[row]:
-                parents = request_states[place].parents_of(step.drafts[row])
-            chosen.append((place, path, failed_at(step.drafts[row], parents, nodes)))
+            failed = failed_at(step.drafts[row], step.parents[row], nodes)
+            chosen.append((place, path, failed))
     if not chosen:
         return
     flat = torch.tensor([row for _, path, _ in chosen for row in path])

@@ -19,7 +19,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_spec_ext.engine.models.common_metadata import common_metadata
 from vllm_spec_ext.engine.models.draft_projection import quick_projection
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
-from vllm_spec_ext.engine.trees.block_copies import copy_layer_blocks
+from vllm_spec_ext.engine.trees.block_copies import LayerBlocks
 from vllm_spec_ext.proposers.records import Projection
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ class PagedModel:
             num_blocks: Blocks of each, scratch included.
         """
         self._groups = list(groups)
-        self._caches = list(caches)
-        self._num_blocks = num_blocks
+        self._blocks = LayerBlocks(caches, num_blocks)
         self._project = self._find_projection()  # now, and not in the first pass that is timed
 
     @torch.inference_mode()
@@ -100,7 +99,7 @@ class PagedModel:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks of this model, (from, to); no block is on both sides."""
-        copy_layer_blocks(self._caches, self._num_blocks, pairs)
+        self._blocks.copy(pairs)
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Other weights, by their names in the checkpoint; packed again where the platform does."""

@@ -60,9 +60,13 @@ class RequestState:
 
     def parents_of(self, scheduled: Sequence[int]) -> list[int] | None:
         """Parents of the scheduled part of the draft; None if that part is a chain."""
+        if self.draft is None or self.draft.parents is None:
+            return None
         draft, size = self._draft_of(scheduled)
-        parents = None if draft is None or draft.parents is None else draft.parents[:size]
-        return parents if parents is not None and is_branching(parents) else None
+        if draft is None or draft.parents is None:
+            return None
+        parents = draft.parents[:size]
+        return parents if is_branching(parents) else None
 
     def distributions_of(self, scheduled: Sequence[int]) -> DraftDistributions | None:
         """What the scheduled part of the draft was drawn from; None if it was chosen."""

@@ -69,7 +69,7 @@ def use_scratch(
         bind_models(runner.drafter.models, runner, scratch, kv)
     if runner.drafter.views:
         bind_views(runner.drafter.views, runner, scratch, kv)
-    if not runner.drafter.info.tree:
+    if not runner.drafter.drafts_trees:
         return None
     reason = unsupported_reason(runner) or no_trees
     if reason is not None:

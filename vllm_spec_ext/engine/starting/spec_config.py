@@ -290,7 +290,7 @@ def build_spec_config(
         target_model_config,
         target_parallel_config,
         draft_models,
-        tree=parsed.info.tree,
+        tree=parsed.info.drafts_trees(parsed.options),
         num_draft_tokens=parsed.vllm_options["num_speculative_tokens"],
     )
     settings = MethodSettings(

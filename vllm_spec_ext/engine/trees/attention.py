@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_spec_ext.engine.trees.block_copies import copy_layer_blocks
-from vllm_spec_ext.engine.trees.plan import RequestRows, TreePlan, build_plan
+from vllm_spec_ext.engine.trees.block_copies import LayerBlocks
+from vllm_spec_ext.engine.trees.plan import RequestRows, TreePlan, build_plan, warm_up
+from vllm_spec_ext.engine.trees.plan_tensors import on_device
 from vllm_spec_ext.scorers.walk.tree import Walk
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.utils import AttentionGroup
 
 logger = logging.getLogger("vllm.spec_ext")
+
+BlockTable = Sequence[Sequence[int]] | Sequence[NDArray[np.int32]] | NDArray[np.int32]
+"""Block ids of each request."""
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 """Attention backends that keep the contract above; the tests hold their builders to it."""
@@ -112,19 +116,17 @@ class TreeAttention:
         self.block_size = block_size
         self.plan: TreePlan | None = None
         self._device: torch.device = runner.device
-        self._num_blocks: int = runner.kv_cache_config.num_blocks
         self._requests: Sequence[RequestRows] = ()
-        self._table: Sequence[Sequence[int]] | NDArray[np.int32] = ()
+        self._table: BlockTable = ()
         self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
         group = runner.attn_groups[0][0]
         self._wrap_metadata(group)
-        self._caches = list(caches)
+        self._blocks = LayerBlocks(caches, runner.kv_cache_config.num_blocks)
+        warm_up()
         for name in group.layer_names:
             self._wrap_write(runner.compilation_config.static_forward_context[name].impl)
 
-    def plan_step(
-        self, requests: Sequence[RequestRows], table: Sequence[Sequence[int]] | NDArray[np.int32]
-    ) -> None:
+    def plan_step(self, requests: Sequence[RequestRows], table: BlockTable) -> None:
         """Lay out the trees of a step, if it has any; after vLLM prepared its inputs.
 
         Args:
@@ -147,37 +149,38 @@ class TreeAttention:
             positions: [num_rows] int64 of the step; changed in place.
             slots: [num_rows] int64 of the step's KV; changed in place.
         """
-        plan, device = self.plan, self._device
+        plan = self.plan
         assert plan is not None
-        if plan.rows:
-            positions[_tensor(plan.rows, device)] = _tensor(plan.positions, device)
-            slots[_tensor(plan.scratch_rows, device)] = _tensor(plan.scratch_slots, device)
-            self._shared = (_tensor(plan.shared_rows, device), _tensor(plan.shared_slots, device))
-        self.copy_blocks(plan.tail_copies)
+        if len(plan.rows):
+            new = on_device(plan, self._device)
+            positions.index_copy_(0, new.rows, new.positions)
+            slots.index_copy_(0, new.rows, new.slots)
+            self._shared = (new.shared_rows, new.shared_slots)
+        self.copy_blocks(plan.tail_copies.tolist())
 
     def commit(self, walk: Walk) -> None:
         """Put the accepted tokens' KV in its place, before anything counts as computed."""
         assert self.plan is not None
         copies = []
-        for row in self.plan.segments:
-            num_accepted = int(walk.num_accepted[row])
-            if not num_accepted:
+        for request, path, table in zip(self._requests, walk.paths, self._table, strict=False):
+            if request.parents is None or not path:
                 continue
-            last_node = int(walk.accepted[row, num_accepted - 1])
-            position = self._requests[row].num_computed + num_accepted
+            root, size = request.num_computed, self.block_size
+            num_blocks = (root + len(path)) // size - root // size + 1
+            last_row = request.first_row + 1 + path[-1]
             copies += [
-                (block, int(self._table[row][column]))
-                for block, column in self.plan.commits(row, last_node, position, self.block_size)
+                (block, int(table[column]))
+                for block, column in self.plan.commits(last_row, num_blocks)
             ]
         self.copy_blocks(copies)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs: Sequence[Sequence[int]]) -> None:
         """Copy whole KV blocks of the target's layers.
 
         Args:
             pairs: (from, to); no block may be on both sides.
         """
-        copy_layer_blocks(self._caches, self._num_blocks, pairs)
+        self._blocks.copy(pairs)
 
     def _wrap_write(self, impl: "CPUAttentionBackendImpl") -> None:
         """After a layer wrote its KV, write the shared ancestors into the scratch blocks too."""
@@ -216,32 +219,23 @@ def expand_attention(
     common: "CommonAttentionMetadata", plan: TreePlan
 ) -> "CommonAttentionMetadata":
     """vLLM's ``CommonAttentionMetadata`` with virtual requests in place of the batch's."""
-    device = common.block_table_tensor.device
-    of = _tensor(plan.request_of, device)
-    starts = np.array([*plan.query_starts, plan.query_starts[-1] + plan.query_lens[-1]], np.int32)
-    starts_cpu = torch.from_numpy(starts)
-    seq_lens = torch.tensor(plan.seq_lens, dtype=common.seq_lens.dtype)
-    table = common.block_table_tensor[of]
-    if plan.table_rows:
-        columns = _tensor(plan.table_columns, device)
-        blocks = _tensor(plan.table_blocks, device).to(table.dtype)
-        table[_tensor(plan.table_rows, device), columns] = blocks
+    new = on_device(plan, common.block_table_tensor.device)
+    of = new.request_of
+    table = common.block_table_tensor.index_select(0, of)
+    if len(plan.table_rows):
+        table[new.table_rows, new.table_columns] = new.table_blocks
     prefilling = common.is_prefilling
     upper = common.seq_lens_cpu_upper_bound
     return common.replace(
-        query_start_loc=starts_cpu.to(device),
-        query_start_loc_cpu=starts_cpu,
-        seq_lens=seq_lens.to(device),
-        seq_lens_cpu_upper_bound=None if upper is None else seq_lens.to(upper.dtype),
+        query_start_loc=new.query_starts,
+        query_start_loc_cpu=torch.from_numpy(plan.query_starts),
+        seq_lens=new.seq_lens,
+        seq_lens_cpu_upper_bound=None if upper is None else torch.from_numpy(plan.seq_lens),
         num_reqs=len(plan.request_of),
-        max_query_len=max(plan.query_lens),
-        max_seq_len=max(plan.seq_lens),
+        max_query_len=int(np.diff(plan.query_starts).max()),
+        max_seq_len=int(plan.seq_lens.max()),
         block_table_tensor=table,
         is_prefilling=None if prefilling is None else prefilling[of.to(prefilling.device)],
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
     )
-
-
-def _tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

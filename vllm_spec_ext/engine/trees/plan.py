@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one step verifies draft trees with plain causal attention; numpy only.
+"""How one step verifies draft trees with plain causal attention; numpy and a compiled loop.
 
 A tree is cut into *segments*: runs of nodes whose parent is the node right before. To attention,
 each segment is a request of its own (a *virtual request*): its block table is the request's blocks
@@ -9,15 +9,22 @@ behaves like a chain costs like one. All rows stay where vLLM put them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_spec_ext.engine.trees.plan_kernel import cut, place
 from vllm_spec_ext.proposers.draft_tree import node_depths
+from vllm_spec_ext.scorers.walk.tree import node_depths as depths_of_batch
 
-Int64s = NDArray[np.int64]
+if TYPE_CHECKING:
+    from vllm_spec_ext.engine.trees.plan_tensors import PlanTensors
+
+IntArray = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -30,69 +37,45 @@ class RequestRows:
     parents: Sequence[int] | None = None  # of its draft nodes if they branch, else None
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A run of nodes; all but a request's first one live in scratch blocks."""
-
-    first: int  # node index
-    end: int  # one behind its last node
-    scratch: tuple[int, ...]  # block ids that stand for columns from `column` on; () = own blocks
-    column: int  # first column of the block table that `scratch` replaces
-
-
 @dataclass
 class TreePlan:
-    """What to change before the forward pass of a step, and what to copy after it."""
+    """What to change before the forward pass of a step, and what to copy after it.
 
-    rows: list[int] = field(default_factory=list)  # rows whose position changes ...
-    positions: list[int] = field(default_factory=list)  # ... and to what
-    scratch_rows: list[int] = field(default_factory=list)  # rows written to scratch instead ...
-    scratch_slots: list[int] = field(default_factory=list)  # ... and where
-    shared_rows: list[int] = field(default_factory=list)  # ancestors that are written once more ...
-    shared_slots: list[int] = field(default_factory=list)  # ... and where
-    tail_copies: list[tuple[int, int]] = field(default_factory=list)  # (from block, to block)
-    request_of: list[int] = field(default_factory=list)  # request of each virtual request
-    query_starts: list[int] = field(default_factory=list)  # first row of each virtual request
-    query_lens: list[int] = field(default_factory=list)
-    seq_lens: list[int] = field(default_factory=list)
-    table_rows: list[int] = field(default_factory=list)  # block-table entries that change:
-    table_columns: list[int] = field(default_factory=list)
-    table_blocks: list[int] = field(default_factory=list)
-    segments: dict[int, list[Segment]] = field(default_factory=dict)  # by request
-    num_dropped: int = 0  # nodes for which no scratch block was left
+    Arrays are int64, but for those that attention reads, which are int32.
+    """
 
-    def add_virtual(self, request: int, start: int, length: int, seq_len: int) -> int:
-        """Append a virtual request and return its index."""
-        self.request_of.append(request)
-        self.query_starts.append(start)
-        self.query_lens.append(length)
-        self.seq_lens.append(seq_len)
-        return len(self.request_of) - 1
+    rows: IntArray  # [n] rows of nodes in scratch blocks ...
+    positions: IntArray  # ... their positions ...
+    slots: IntArray  # ... and slots
+    shared_rows: IntArray  # [n] ancestors that are written once more ...
+    shared_slots: IntArray  # ... and where
+    tail_copies: IntArray  # [n, 2] (from block, to block)
+    request_of: IntArray  # [num_virtual] request of each virtual request
+    query_starts: IntArray  # [num_virtual + 1] int32 first row of each; ascending, without a gap
+    seq_lens: IntArray  # [num_virtual] int32
+    scratch_starts: IntArray  # [num_virtual + 1] first of the block-table entries of each ...
+    table_rows: IntArray  # [n] ... that change: virtual request ...
+    table_columns: IntArray  # ... column ...
+    table_blocks: IntArray  # ... and scratch block
+    kept: IntArray  # [num_requests] nodes that are really verified; -1 = no branches
+    num_dropped: int  # nodes for which no scratch block was left
+    tensors: "PlanTensors | None" = None  # the same on the device, once it was asked for
 
-    def kept(self, request: int, num_nodes: int) -> int:
-        """How many of a request's nodes, from the first, were really verified."""
-        segments = self.segments.get(request)
-        return num_nodes if segments is None else segments[-1].end
-
-    def commits(
-        self, request: int, last_node: int, last_position: int, block_size: int
-    ) -> list[tuple[int, int]]:
+    def commits(self, last_row: int, num_blocks: int) -> list[tuple[int, int]]:
         """Where the accepted tokens' KV lies if it is not in the request's own blocks.
 
         Args:
-            request: Index in the batch.
-            last_node: Last accepted node, -1 for none.
-            last_position: Its position.
-            block_size: Tokens a block.
+            last_row: Of the last accepted node.
+            num_blocks: Blocks from the one with the root to that with this node.
 
         Returns:
             Pairs (scratch block, column of the request's block table).
         """
-        for segment in self.segments.get(request, ()):
-            if segment.first <= last_node < segment.end and segment.scratch:
-                num_blocks = last_position // block_size - segment.column + 1
-                return [(b, segment.column + i) for i, b in enumerate(segment.scratch[:num_blocks])]
-        return []
+        virtual = int(self.query_starts.searchsorted(last_row, "right")) - 1
+        first, end = self.scratch_starts[virtual : virtual + 2].tolist()
+        used = slice(first, min(end, first + num_blocks))
+        blocks, columns = self.table_blocks[used].tolist(), self.table_columns[used].tolist()
+        return list(zip(blocks, columns, strict=True))
 
 
 def segment_bounds(parents: Sequence[int]) -> list[tuple[int, int]]:
@@ -114,119 +97,71 @@ def fitting_prefix(
     Returns:
         Its number of nodes, and the scratch blocks it needs.
     """
-    depths = node_depths(parents)
     used = 0
-    for first, end in segment_bounds(parents)[1:]:
-        need = num_scratch_blocks(depths[end - 1], num_computed, block_size)
+    for first, depth in _scratch_segments(tuple(parents)):
+        need = num_scratch_blocks(depth, num_computed, block_size)
         if used + need > num_free:
             return first, used
         used += need
     return len(parents), used
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A segment of a tree of some form, wherever the tree stands."""
-
-    first: int
-    end: int
-    depths: tuple[int, ...]  # of its nodes, 0 for children of the root
-    ancestors: tuple[tuple[int, int], ...]  # (node, depth) from its parent up, without the root
-
-
 @lru_cache(maxsize=4096)
-def _runs_of(parents: tuple[int, ...]) -> tuple[_Run, ...]:
-    """Segments of a tree of this form; many proposers draft few forms, step after step."""
+def _scratch_segments(parents: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """First node and depth of the last one, of all segments but the first.
+
+    Many proposers draft few forms of trees, step after step.
+    """
     depths = node_depths(parents)
-    runs = []
-    for first, end in segment_bounds(parents):
-        ancestors, node = [], parents[first]
-        while node >= 0:
-            ancestors.append((node, depths[node]))
-            node = parents[node]
-        runs.append(_Run(first, end, tuple(depths[first:end]), tuple(ancestors)))
-    return tuple(runs)
+    return tuple((first, depths[end - 1]) for first, end in segment_bounds(parents)[1:])
 
 
 def build_plan(
     requests: Sequence[RequestRows],
-    block_table: Sequence[Sequence[int]] | NDArray[np.int32],  # block ids of each request
+    block_table: Sequence[Sequence[int]] | Sequence[IntArray] | NDArray[np.int32],  # block ids
     block_size: int,
-    scratch: Sequence[int],  # free scratch block ids
+    scratch: Sequence[int] | IntArray,  # free scratch block ids
 ) -> TreePlan:
     """Plan a step in which at least one request drafts branches."""
-    plan = TreePlan()
-    num_taken = 0
-    for index, request in enumerate(requests):
-        if request.parents is None:
-            end = request.num_computed + request.num_tokens
-            plan.add_virtual(index, request.first_row, request.num_tokens, end)
-        else:
-            blocks = block_table[index]
-            num_taken = _plan_tree(plan, index, request, blocks, block_size, scratch, num_taken)
-    return plan
+    nodes = [request.parents or () for request in requests]
+    tails = [
+        int(blocks[request.num_computed // block_size]) if request.parents else -1
+        for request, blocks in zip(requests, block_table, strict=False)
+    ]
+    first_rows = np.array([request.first_row for request in requests], np.int64)
+    num_tokens = np.array([request.num_tokens for request in requests], np.int64)
+    computed = np.array([request.num_computed for request in requests], np.int64)
+    starts = np.array([0, *accumulate(map(len, nodes))], np.int64)
+    parents = np.fromiter(chain.from_iterable(nodes), np.int64)
+    trees = (starts, parents, depths_of_batch(parents, starts))
+    free = np.asarray(scratch, np.int64)
+    request_of, query_starts, seq_lens, scratch_starts, kept, num_dropped = cut(
+        first_rows, num_tokens, computed, *trees, len(free), block_size
+    )
+    virtual = (request_of, query_starts, scratch_starts)
+    where = place(
+        *virtual, first_rows, computed, *trees, np.array(tails, np.int64), free, block_size
+    )
+    rows, positions, slots, shared_rows, shared_slots, tail_copies, columns_of, columns = where
+    return TreePlan(
+        rows=rows,
+        positions=positions,
+        slots=slots,
+        shared_rows=shared_rows,
+        shared_slots=shared_slots,
+        tail_copies=tail_copies,
+        request_of=request_of,
+        query_starts=query_starts,
+        seq_lens=seq_lens,
+        scratch_starts=scratch_starts,
+        table_rows=columns_of,
+        table_columns=columns,
+        table_blocks=free[: len(columns)],
+        kept=kept,
+        num_dropped=num_dropped,
+    )
 
 
-def _plan_tree(
-    plan: TreePlan,
-    index: int,
-    request: RequestRows,
-    blocks: Sequence[int] | NDArray[np.int32],
-    block_size: int,
-    scratch: Sequence[int],
-    num_taken: int,  # of the scratch blocks
-) -> int:
-    """Add one tree to a plan; returns how many scratch blocks are taken then."""
-    assert request.parents is not None
-    parents, root = request.parents, request.num_computed
-    column, offset = divmod(root, block_size)
-    segments = plan.segments.setdefault(index, [])
-    for run in _runs_of(tuple(parents)):
-        row = request.first_row + 1 + run.first
-        last = root + 1 + run.depths[-1]
-        if run.first == 0:
-            # The root belongs to the first segment; both keep the request's own slots.
-            plan.add_virtual(index, request.first_row, run.end + 1, last + 1)
-            segments.append(Segment(0, run.end, (), column))
-            continue
-        need = last // block_size - column + 1
-        if num_taken + need > len(scratch):
-            plan.num_dropped += len(parents) - run.first
-            _ignore(plan, index, request, run.first)
-            return num_taken
-        taken = tuple(scratch[num_taken : num_taken + need])
-        num_taken += need
-        segments.append(Segment(run.first, run.end, taken, column))
-        if offset:
-            plan.tail_copies.append((int(blocks[column]), taken[0]))
-        # What lies `place` behind the beginning of the tail block has this slot.
-        starts = [block * block_size for block in taken]
-        places = [offset + 1 + depth for depth in run.depths]
-        rows = range(row, row + len(places))
-        plan.rows += rows
-        plan.positions += [root + 1 + depth for depth in run.depths]
-        plan.scratch_rows += rows
-        plan.scratch_slots += [starts[p // block_size] + p % block_size for p in places]
-        for node, depth in run.ancestors:
-            place = offset + 1 + depth
-            plan.shared_rows.append(request.first_row + 1 + node)
-            plan.shared_slots.append(starts[place // block_size] + place % block_size)
-        plan.shared_rows.append(request.first_row)
-        plan.shared_slots.append(starts[0] + offset)
-        virtual = plan.add_virtual(index, row, len(places), last + 1)
-        plan.table_rows += [virtual] * need
-        plan.table_columns += range(column, column + need)
-        plan.table_blocks += taken
-    _ignore(plan, index, request, len(parents))
-    return num_taken
-
-
-def _ignore(plan: TreePlan, index: int, request: RequestRows, first: int) -> None:
-    """Leave nodes from `first` on to themselves: computed where vLLM put them, and ignored.
-
-    Their slots lie behind every slot of the first segment, so they harm nothing.
-    """
-    num_nodes = request.num_tokens - 1 - first
-    if num_nodes:
-        end = request.num_computed + request.num_tokens
-        plan.add_virtual(index, request.first_row + 1 + first, num_nodes, end)
+def warm_up() -> None:
+    """Compile the layout (seconds on a cold cache) before the first request."""
+    build_plan([RequestRows(0, 3, 1, [-1, -1])], [[0]], 2, [1, 2])

@@ -22,10 +22,15 @@ def follow_chains(
         ``(tokens, num_sampled)``: [num_reqs, num_drafted + 1] int64, of which the first
         [num_reqs] int32 of each row count.
     """
-    places = starts[:-1, None] + torch.arange(num_drafted + 1, device=starts.device)
-    exists = places < starts[1:, None]
-    places = places.clamp(max=sampled.shape[0] - 1).long()
-    tokens = sampled[places]
-    agrees = (drafted[places][:, 1:] == tokens[:, :-1]) & exists[:, 1:]
-    accepted = agrees.to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)
-    return tokens, accepted + 1
+    num_reqs, width = starts.shape[0] - 1, num_drafted + 1
+    if sampled.shape[0] == num_reqs * width:  # all chains are full, and stand as in a matrix
+        tokens, drafted = sampled.view(num_reqs, width), drafted.view(num_reqs, width)
+    else:
+        places = starts[:-1, None] + torch.arange(width, device=starts.device)
+        is_missing = places >= starts[1:, None]
+        places = places.clamp(max=sampled.shape[0] - 1)
+        tokens = sampled[places]
+        drafted = drafted[places].masked_fill_(is_missing, -1)
+    agrees = drafted[:, 1:] == tokens[:, :-1]
+    accepted = agrees.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
+    return tokens, accepted.add_(1)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_spec_ext.engine.v2.chains import follow_chains
@@ -51,7 +52,6 @@ class WalkSampler(RejectionSampler):
             vocab_size = runner.vllm_config.model_config.get_vocab_size()
             self._relaxed_rule = RelaxedRule(settings, vocab_size)
         self._batch: DraftBatch | None = None  # of a step that is verified on the host
-        self._order: torch.Tensor | None = None  # row of each emitted token, as of a chain
 
     def __call__(
         self,
@@ -65,18 +65,17 @@ class WalkSampler(RejectionSampler):
         step, sampler = runner.spec_step, runner.sampler
         sampler.look_at(logits)
         sampler.set_eta(input_batch)
-        states = [runner.state_of(request_id) for request_id in step.request_ids]
         temperatures = sampler.sampling_states.temperature.np[input_batch.idx_mapping_np]
         greedy = (temperatures == 0.0).tolist()
         plan = None if runner.tree_attention is None else runner.tree_attention.plan
-        distributions = drawn_of(step, states, greedy)
-        self._batch = self._order = None
+        distributions = drawn_of(step, greedy)
+        self._batch = None
         if plan is not None or distributions or self._relaxed_rule is not None:
-            batch = self._batch = step_batch(step, states, plan)
+            batch = self._batch = step_batch(step, plan)
             self._rule: StepRule | None = None
             self._distributions = distributions
             if self._relaxed_rule is not None:
-                self._rule = self._relaxed_rule.of_step(batch, states, greedy, runner.device)
+                self._rule = self._relaxed_rule.of_step(batch, step.states, greedy, runner.device)
                 self._distributions = {}
         elif runner.is_async and runner.late_steps is None:
             invalid_drafts = _or(invalid_drafts, _fillers(step.drafts, logits.device))
@@ -173,7 +172,6 @@ class WalkSampler(RejectionSampler):
         if self._distributions:
             taken = self._walk_of_drawn(batch, self._distributions, processed, taken)
         runner.spec_step.walk = taken
-        self._order = torch.from_numpy(chain_order(batch, taken)).to(device)
         tokens = np.zeros((batch.num_requests, self.num_speculative_steps + 1), np.int64)
         width = min(tokens.shape[1], taken.emitted.shape[1])
         tokens[:, :width] = taken.emitted[:, :width]
@@ -203,12 +201,21 @@ class WalkSampler(RejectionSampler):
         return masked
 
     def _get_logprobs_tensors(
-        self, sampled: torch.Tensor, num_sampled: torch.Tensor, logits: torch.Tensor, *args: Any
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logits: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        cu_num_logits_np: np.ndarray,
+        max_num_logprobs: int,
     ) -> "LogprobsTensors | None":
         """Log-probabilities of the emitted tokens, each from the row that it came from."""
-        if self._order is not None:
-            logits = logits[self._order]
-        return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args)
+        walk = self._runner.spec_step.walk
+        if self._batch is not None and walk is not None and max_num_logprobs != NO_LOGPROBS:
+            order = chain_order(self._batch, walk)
+            logits = logits[torch.from_numpy(order).to(logits.device)]
+        rest = (cu_num_logits, cu_num_logits_np, max_num_logprobs)
+        return super()._get_logprobs_tensors(sampled, num_sampled, logits, *rest)
 
 
 def chain_order(batch: DraftBatch, taken: Walk) -> np.ndarray:

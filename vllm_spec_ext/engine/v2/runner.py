@@ -125,9 +125,10 @@ class SpecRunnerV2Mixin:
         watch_sampler(self.sampler, self)
         self.rejection_sampler = WalkSampler(self)
         self.drafter.load_model(self.model)
-        if self.drafter.info.tree:
+        if self.drafter.drafts_trees:
             add_trees(self.model_state, self)
         if self.is_async and self.drafter.waits_because is None:
+            self.drafter.start_late()
             # vLLM does with these drafts as with its own.
             self.late_steps = LateSteps(self)
             self.speculator = LateSpeculator(self.req_states.draft_tokens, self.late_steps)
@@ -181,7 +182,7 @@ class SpecRunnerV2Mixin:
             self.tree_attention.end_step()
         if state is None:
             return state, uniform_tokens
-        self.spec_step = Step.of(state.req_ids, scheduler_output, self._step_started)
+        self.spec_step = Step.of(state.req_ids, scheduler_output, self._step_started, self.state_of)
         if self.is_async and self.late_steps is None:
             self.find_drafts(self.spec_step)
         self._computed = self._computed_tokens(state)
@@ -194,8 +195,8 @@ class SpecRunnerV2Mixin:
     def find_drafts(self, step: Step) -> None:
         """The asynchronous scheduler knows only how many tokens were drafted; so many are -1."""
         drafts = []
-        for request_id, scheduled in zip(step.request_ids, step.drafts, strict=True):
-            waiting = self.state_of(request_id).draft if scheduled else None
+        for state, scheduled in zip(step.states, step.drafts, strict=True):
+            waiting = state.draft if scheduled else None
             tokens = [] if waiting is None else waiting.tokens[: len(scheduled)]
             drafts.append([*tokens, *[-1] * (len(scheduled) - len(tokens))])
         step.drafts = drafts
@@ -211,14 +212,15 @@ class SpecRunnerV2Mixin:
 
     def _lay_out_trees(self, trees: TreeAttention) -> None:
         step, start, requests = self.spec_step, 0, []
-        for row, (request_id, draft) in enumerate(zip(step.request_ids, step.drafts, strict=True)):
+        if not any(step.parents):
+            return
+        for row, (draft, parents) in enumerate(zip(step.drafts, step.parents, strict=True)):
             num_tokens = step.num_scheduled[row]
-            parents = self.state_of(request_id).parents_of(draft) if draft else None
             tree = parents if num_tokens == len(draft) + 1 else None
             requests.append(RequestRows(start, num_tokens, self._computed[row], tree))
             start += num_tokens
         if any(request.parents is not None for request in requests):
-            table = [self.spec_requests.blocks(name).tolist() for name in step.request_ids]
+            table = [self.spec_requests.blocks(name) for name in step.request_ids]
             trees.plan_step(requests, table)
 
     def commit_trees(self) -> None:
@@ -274,15 +276,15 @@ class SpecRunnerV2Mixin:
         """
         from vllm.utils.torch_utils import async_tensor_h2d  # patched by vLLM's CPU worker
 
-        rows = np.zeros((len(drafts), self.req_states.draft_tokens.shape[1]), np.int64)
-        for row, draft in enumerate(drafts):
-            if new_tokens[row]:
-                rows[row] = new_tokens[row][-1]
-            rows[row, : len(draft)] = draft
-        on_device = async_tensor_h2d(rows, device=self.device)
-        self.req_states.draft_tokens[batch.idx_mapping] = on_device
+        waiting = self.req_states.draft_tokens
+        rows = [
+            [*draft, *(new[-1:] or [0]) * (waiting.shape[1] - len(draft))]
+            for draft, new in zip(drafts, new_tokens, strict=True)
+        ]
+        on_device = async_tensor_h2d(np.array(rows, np.int64), device=self.device)
+        waiting.index_copy_(0, batch.idx_mapping, on_device)
         if self.is_async:
-            drafts = rows[:, :num_scheduled].tolist()
+            drafts = [row[:num_scheduled] for row in rows]
         self._host_draft_tokens.keep(batch.req_ids, drafts)
 
 

@@ -54,12 +54,12 @@ class SpecSamplerMixin:
     def set_eta(self, input_batch: "InputBatch") -> None:
         """Eta of the step's requests, by vLLM's place of each."""
         runner, slots = self.spec_runner, input_batch.idx_mapping_np
-        etas = [runner.state_of(name).eta for name in input_batch.req_ids]
+        states = runner.spec_step.states
         self._eta = None
-        if any(eta is not None for eta in etas):
+        if any(state.eta is not None for state in states):
             by_slot: list[Any] = [None] * runner.req_states.max_num_reqs
-            for slot, eta in zip(slots.tolist(), etas, strict=True):
-                by_slot[slot] = eta
+            for slot, state in zip(slots.tolist(), states, strict=True):
+                by_slot[slot] = state.eta
             greedy = (self.sampling_states.temperature.np == 0.0).tolist()
             self._eta = eta_parameters(by_slot, [1] * len(by_slot), greedy, runner.device)
 

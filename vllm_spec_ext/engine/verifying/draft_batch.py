@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +36,14 @@ class DraftBatch:
             parents: Parent of each node, -1 = root; None for a chain.
         """
         sizes = [len(draft) for draft in tokens]
-        flat: list[int] = []
-        for size, given in zip(sizes, parents, strict=True):
-            flat += chain_parents(size) if given is None else given[:size]
+        trees = (
+            chain_parents(size) if given is None else given[:size]
+            for size, given in zip(sizes, parents, strict=True)
+        )
         return cls(
-            parents=np.array(flat, np.int64),
-            tokens=np.array([token for draft in tokens for token in draft], np.int64),
-            node_starts=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64),
+            parents=np.fromiter(chain.from_iterable(trees), np.int64),
+            tokens=np.fromiter(chain.from_iterable(tokens), np.int64),
+            node_starts=np.array([0, *accumulate(sizes)], np.int64),
         )
 
     @property

@@ -3,33 +3,29 @@
 
 from collections.abc import Sequence
 
-from vllm_spec_ext.engine.requests.state import RequestState
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.plan import TreePlan
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
 from vllm_spec_ext.engine.verifying.drawn_drafts import DraftDistributions
 
 
-def step_batch(step: Step, states: Sequence[RequestState], plan: TreePlan | None) -> DraftBatch:
+def step_batch(step: Step, plan: TreePlan | None) -> DraftBatch:
     """The drafts of the step, without what the tree plan had to drop."""
     drafts = list(step.drafts)
     parents: list[Sequence[int] | None] = [None] * len(drafts)
-    for row in () if plan is None else plan.segments:
-        assert plan is not None
-        known = states[row].parents_of(drafts[row]) or []
-        parents[row] = [*known, *[-1] * (len(drafts[row]) - len(known))]
-        kept = plan.kept(row, len(drafts[row]))
-        drafts[row] = drafts[row][:kept] + [-1] * (len(drafts[row]) - kept)
+    for row, kept in enumerate([] if plan is None else plan.kept.tolist()):
+        if kept >= 0:
+            known, size = step.parents[row] or [], len(drafts[row])
+            parents[row] = [*known, *[-1] * (size - len(known))]
+            drafts[row] = [*drafts[row][:kept], *[-1] * (size - kept)]
     return DraftBatch.of(drafts, parents)
 
 
-def drawn_of(
-    step: Step, states: Sequence[RequestState], greedy: Sequence[bool]
-) -> dict[int, DraftDistributions]:
+def drawn_of(step: Step, greedy: Sequence[bool]) -> dict[int, DraftDistributions]:
     """Batch index -> distributions of the sampled requests whose drafts were drawn."""
     found = {
         row: state.distributions_of(step.drafts[row])
-        for row, state in enumerate(states)
+        for row, state in enumerate(step.states)
         if state.probs is not None and not greedy[row]
     }
     return {row: each for row, each in found.items() if each is not None}

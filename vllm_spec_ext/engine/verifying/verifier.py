@@ -75,8 +75,7 @@ class Verifier:
             num_likeliest = runner.step_drafts.num_likeliest(step)
         if num_likeliest and logits is not None:
             step.likeliest = LikeliestTokens.of(logits, num_likeliest)  # before it is modified
-        states = [runner.state_of(request_id) for request_id in step.request_ids]
-        greedy = self._greedy_requests()
+        states, greedy = step.states, self._greedy_requests()
         has_eta = any(state.eta is not None for state in states)
         self._use_eta(states, [1] * len(states), greedy)
         holder = metadata.thinking_budget_state_holder
@@ -91,10 +90,10 @@ class Verifier:
         must_walk = has_trees or broken or has_eta or has_budget or bool(metadata.generators)
         if self._relaxed_rule is None and not must_walk:
             return stock(logits, spec_decode_metadata)
-        batch = step_batch(step, states, None if trees is None else trees.plan)
+        batch = step_batch(step, None if trees is None else trees.plan)
         self._use_eta(states, (np.diff(batch.node_starts) + 1).tolist(), greedy)
         rule = None
-        distributions = drawn_of(step, states, greedy)
+        distributions = drawn_of(step, greedy)
         if holder is not None and has_budget:
             requests = [runner.requests[request_id] for request_id in step.request_ids]
             budgets = self.budgets.of_rows(holder, batch, requests, metadata.output_token_ids)
@@ -111,8 +110,7 @@ class Verifier:
     def draft_probs(self, step: Step) -> torch.Tensor | None:
         """Distributions of all draft rows for vLLM's rejection sampler; one-hot where none is."""
         runner = self._runner
-        states = [runner.state_of(request_id) for request_id in step.request_ids]
-        distributions = drawn_of(step, states, self._greedy_requests())
+        distributions = drawn_of(step, self._greedy_requests())
         if not distributions:
             return None
         vocab_size = runner.vllm_config.model_config.get_vocab_size()

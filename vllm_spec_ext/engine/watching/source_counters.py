@@ -31,6 +31,8 @@ class SourceCounter:
         together = 0.0
         for outcome in outcomes:
             draft = self._waiting.pop(outcome.request_id, EMPTY_DRAFT)
+            if draft.path_probs is None and draft.sources is None:
+                continue
             size = min(outcome.num_drafted, len(draft))
             expected = [0.0] * size
             if draft.path_probs is not None:

@@ -35,7 +35,7 @@ def put_news(output: object, counts: WorkerCounts) -> object:
         counts: Of this worker.
 
     Returns:
-        The answer to give instead; a copy, as vLLM shares one object for all empty answers.
+        The answer to give instead; of an empty one a copy, as vLLM shares one object for all.
     """
     if not isinstance(output, ModelRunnerOutput):
         return output
@@ -46,7 +46,7 @@ def add_news(output: ModelRunnerOutput, news: News) -> ModelRunnerOutput:
     """As :func:`put_news`, of what was taken from the counts before."""
     if not news:
         return output
-    result = copy.copy(output)
+    result = output if output.req_ids else copy.copy(output)
     result.kv_connector_output = KVConnectorOutput(
         kv_connector_stats=KVConnectorStats(data={KEY: news})
     )

@@ -183,6 +183,33 @@ def test_why_it_waits(
     assert reason is None or str(made).startswith(reason)
 
 
+def test_its_tables_take_their_memory_when_the_engine_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before vLLM measures what is left for requests, and only where it does draft late."""
+    pytest.importorskip("triton")
+    import torch
+
+    taken: list[int] = []
+    zeros = torch.zeros
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made = zeros(*args, **kwargs)
+        taken.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "zeros", counted)
+    proposer = start({"tree": False})
+    late = proposer.late_drafter(ENGINE)
+    assert not isinstance(late, str)
+    assert not taken
+    late.start(torch.device("cpu"))
+    learner, base = proposer.drafter.learner, proposer.drafter.base
+    corpus = sum(array.nbytes for array in base)
+    assert taken == [late_ngram.table_bytes(learner, base) - corpus]
+    assert proposer.drafter.is_late
+
+
 def test_it_drafts_as_ever_where_the_engine_asks_for_no_late_drafts() -> None:
     """Which it does if tensor parallelism or a relaxed rule keeps it from them."""
     pytest.importorskip("triton")
