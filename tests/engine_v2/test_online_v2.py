@@ -18,4 +18,4 @@ def test_records_are_the_targets_own(tiny_model: Path, serve: Any) -> None:
 def test_same_tokens_across_many_swaps(
     serve: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    online.test_same_tokens_across_many_swaps(None, serve, make_engine, monkeypatch)
+    online.test_same_tokens_across_many_swaps(False, serve, make_engine, monkeypatch)
