@@ -100,6 +100,25 @@ def test_same_tokens_across_many_swaps(
     )
 
 
+def test_float32_versions_of_a_bfloat16_model(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are rounded without a word; vLLM would warn of every weight in every turn."""
+    from vllm.model_executor.models import utils
+
+    served = serve("small_model", {"dtype": "bfloat16"})
+    (model,) = served.drafter.models.models
+    said: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(utils.logger, "warning", lambda *told: said.append(told))
+    weights = served.weights(served.noise(1))
+    assert weights["model.norm.weight"].dtype is torch.float32
+    served.drafter._proposer.use_weights(weights)
+    assert not said
+    norm = model._runner.module.model.norm.weight
+    assert torch.equal(norm, weights["model.norm.weight"].bfloat16())
+    run(served.engine, SCENARIOS["batch_of_one"])
+
+
 def test_versions_take_long_turns(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exchange makes the model forget its KV, so it is not done in every other step."""
     monkeypatch.setattr(OneModelLearns, "steps_a_turn", 5)

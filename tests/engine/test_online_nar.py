@@ -2,6 +2,7 @@
 """A block drafter that learns while it serves: samples, exchanges that keep the KV, refusals."""
 
 import json
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -66,13 +67,19 @@ def serve(drafter: Path, make_engine: Any, tmp_path: Path) -> Iterator[Serve]:
 
 
 @pytest.mark.parametrize(
-    ("tree", "exchanged"),
-    [(False, False), (True, False), (False, True)],
-    ids=["chain", "tree", "exchanged"],
+    ("tree", "exchanged", "dtype"),
+    [
+        (False, False, "float32"),
+        (True, False, "float32"),
+        (False, True, "float32"),
+        (False, True, "bfloat16"),
+    ],
+    ids=["chain", "tree", "exchanged", "exchanged_bfloat16"],
 )
 def test_the_student_drafts_as_the_engine_did(
     tree: bool,
     exchanged: bool,
+    dtype: str,
     serve: Serve,
     tiny_model: Path,
     tmp_path: Path,
@@ -81,7 +88,7 @@ def test_the_student_drafts_as_the_engine_did(
 ) -> None:
     """From the recorded text alone it has the probabilities that the engine's slots had, with the
     weights of the start or with all others that a version may have."""
-    served = serve(tree=tree)
+    served = serve({"dtype": dtype}, tree=tree)
     version = version_folder(served.folder, 0)
     if exchanged:
         files, version = served.noise(2), tmp_path / "noise"
@@ -99,7 +106,7 @@ def test_the_student_drafts_as_the_engine_did(
     student = NarStudent(facts.model_copy(update={"target": str(tiny_model)}), torch.device("cpu"))
     student.load(version)
     student.module.eval()
-    compared = 0
+    errors: list[float] = []
     for one in traces:
         for start in one.starts.tolist()[::3]:
             text = one.token_ids[: start + 2]
@@ -127,9 +134,13 @@ def test_the_student_drafts_as_the_engine_did(
             weights = [sum(0.75 ** (m + 1) for m in range(slot, slots)) for slot in range(slots)]
             assert judged.num_drafted == slots
             mean = np.average(-expected, weights=weights)
-            assert float(judged.loss) == pytest.approx(mean, abs=5e-4)
-            compared += 1
-    assert compared > 20
+            errors.append(float(judged.loss) - mean)
+    assert len(errors) > 20
+    # In bfloat16 rounding changes a part of the drafts, of the target and of the drafter; noise is
+    # so large that these are others then.
+    assert statistics.median(map(abs, errors)) < 5e-4
+    if dtype == "float32":
+        assert max(map(abs, errors)) < 5e-4
 
 
 @pytest.mark.parametrize("is_crowded", [False, True], ids=["plenty", "preempted"])
