@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generation import run
+from generation import run, sampling_params
 from learning_engine import (
     ALL,
     UNTIL_LEARNED,
@@ -29,6 +29,7 @@ from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_nar_engine import Record, predictions, records  # noqa: F401  (a fixture)
 from tiny_engine import start_engine
 
+from vllm_spec_ext.cli.main import main
 from vllm_spec_ext.online.folder import FolderFacts, read_record
 from vllm_spec_ext.online.nar_student import NarStudent
 from vllm_spec_ext.online.versions import version_folder
@@ -292,6 +293,37 @@ def test_what_is_learned_is_kept_and_noise_is_not(serve: Serve, make_engine: Any
     norm = load(served.files()[WEIGHTS_NAME])["norm.weight"]
     assert torch.equal(model.module.model.norm.weight, norm)
     asked.once()
+
+
+def test_a_trainer_process_beside_a_bfloat16_target(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine starts it; what it publishes is tried, kept and shown; it ends with the engine."""
+    options = {"publish_steps": 60, "trial_steps": 60, "budget": 8.0, **UNTIL_LEARNED}
+    served = serve({"dtype": "bfloat16"}, start_trainer=True, **options)
+    session = served.session
+    trainer = session._trainer
+    params = sampling_params({"max_tokens": 40})
+    for _ in range(3):
+        served.engine.generate(PROMPTS, params, use_tqdm=False)
+    session.flush()
+    served.until(lambda: session._ready is not None or trainer.poll() is not None, 240.0)
+    assert trainer.poll() is None, (served.folder / "trainer.log").read_text()
+    for _ in range(20):
+        served.engine.generate(PROMPTS, params, use_tqdm=False)
+        if session.state.verdicts:
+            break
+    verdict = session.state.verdicts[0]
+    assert verdict.kept
+    assert verdict.after > verdict.before + 0.2
+    served.drafter.close()
+    assert trainer.poll() is not None
+    with pytest.raises(SystemExit) as ended:
+        main(["online", "status", str(served.folder)])
+    assert not ended.value.code
+    shown = capsys.readouterr().out
+    for part in ("nar of", "kept", "at a time"):
+        assert part in shown
 
 
 @pytest.mark.parametrize(
