@@ -322,7 +322,7 @@ def test_a_trainer_process_beside_a_bfloat16_target(
         main(["online", "status", str(served.folder)])
     assert not ended.value.code
     shown = capsys.readouterr().out
-    for part in ("nar of", "kept", "at a time"):
+    for part in ("nar of", "kept", "standard errors"):
         assert part in shown
 
 
