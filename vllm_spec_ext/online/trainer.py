@@ -288,8 +288,8 @@ def run_trainer(
         budget: Cores on average; None = as the engine's options say.
         device: As ``budget``.
         max_steps: Training steps of this run; None = no end.
-        parent: Process that started this one, with which it ends; None = it stays. It is named, as it
-            may be gone before this one has imported what it needs.
+        parent: Process that started this one, with which it ends; None = it stays. It is named,
+            as it may be gone before this one has imported what it needs.
         own_process: Nothing else runs in this one: take the lowest priority and few threads.
 
     Raises:
