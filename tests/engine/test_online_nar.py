@@ -135,7 +135,7 @@ def test_the_student_drafts_as_the_engine_did(
             weights = [sum(0.75 ** (m + 1) for m in range(slot, slots)) for slot in range(slots)]
             assert judged.num_drafted == slots
             mean = np.average(-expected, weights=weights)
-            errors.append(float(judged.loss) - mean)
+            errors.append(float(judged.loss) - float(mean))
     assert len(errors) > 20
     # In bfloat16 rounding changes a part of the drafts, of the target and of the drafter; noise is
     # so large that these are others then.
