@@ -54,6 +54,25 @@ def version_steps(worker: Any) -> list[float]:
     return [] if online is None else [online._trial.serving.count, online._trial.guard.count]
 
 
+def count_exchanges(worker: Any) -> None:
+    """From now on, of the weights that a drafter learns."""
+    online = worker.model_runner.drafter.online
+    if online is None:
+        return
+    use, worker.num_exchanges = online._learner.use_weights, 0
+
+    def counted(weights: Any) -> None:
+        worker.num_exchanges += 1
+        use(weights)
+
+    online._learner.use_weights = counted
+
+
+def num_exchanges(worker: Any) -> int:
+    """What was counted; 0 on ranks that follow another."""
+    return int(getattr(worker, "num_exchanges", 0))
+
+
 def verdicts(worker: Any) -> list[str]:
     """Why versions were kept or not; none elsewhere."""
     online = worker.model_runner.drafter.online
@@ -63,6 +82,7 @@ def verdicts(worker: Any) -> list[str]:
 def generate(engine_arguments: dict[str, Any], results: Path) -> None:
     """One engine; its scenarios, and what its ranks say of themselves."""
     engine = LLM(**engine_arguments, tensor_parallel_size=2)
+    engine.collective_rpc(count_exchanges)
     found: dict[str, Any] = {name: tokens(run(engine, SCENARIOS[name])) for name in NAMES}
     found["accepted"] = sum(
         metric.value
@@ -70,6 +90,7 @@ def generate(engine_arguments: dict[str, Any], results: Path) -> None:
         if metric.name == "vllm:spec_decode_num_accepted_tokens"
     )
     found["timed"] = [len(stats["propose_us"]) for stats in engine.collective_rpc("spec_ext_stats")]
+    found["exchanges"] = sum(engine.collective_rpc(num_exchanges))
     run(engine, SAMPLED)
     found["random"] = engine.collective_rpc(random_state)
     found["version_steps"] = [

@@ -5,38 +5,38 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from generation import count_preempted, run, sampling_params, tokens
+from generation import run, sampling_params, tokens
+from learning_engine import (
+    UNTIL_LEARNED,
+    Asked,
+    Serve,
+    Served,
+    check_same_tokens_across_exchanges,
+    learn,
+    served_engines,
+)
 from scenarios import PROMPTS, SCENARIOS
 from test_blockwise_engine import save_random_heads
-from test_cache_view_engine import CROWDED
-from test_greedy_identity import runner_of
 from tiny_engine import start_engine
 
 from vllm_spec_ext.online.folder import (
     Control,
     EngineState,
-    FolderFacts,
     read_record,
     write_record,
 )
-from vllm_spec_ext.online.sample_files import SAMPLES, read_shard, shards
-from vllm_spec_ext.online.session import _Ready
-from vllm_spec_ext.online.trace import Trace
-from vllm_spec_ext.online.trainer import run_trainer
-from vllm_spec_ext.online.versions import check_version, version_folder, write_version
+from vllm_spec_ext.online.sample_files import SAMPLES, shards
+from vllm_spec_ext.online.versions import version_folder
 from vllm_spec_ext.proposers.blockwise.heads import CONFIG_NAME, WEIGHTS_NAME
 
 HEADS = 3
-ALL = {"record": "all", "others": 1.0, "budget": 0.0, "guard": 0.0, "likeliest": 8}
-# Few samples of a toy, which is to be learned by heart.
-UNTIL_LEARNED = {"learning_rate": 3e-3, "batch_size": 32, "passes": 1000}
 
 
 @pytest.fixture(scope="module")
@@ -46,81 +46,18 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_heads(folder, [40, 42, 44], copy_match=4)
 
 
-class Served:
-    """An engine on a folder of its own, and what it left there."""
-
-    def __init__(self, engine: Any, folder: Path) -> None:
-        self.engine, self.folder = engine, folder
-        self.drafter = runner_of(engine).drafter
-
-    @property
-    def session(self) -> Any:
-        return self.drafter.online
-
-    def traces(self) -> list[Trace]:
-        """All that was recorded; nothing is recorded afterwards."""
-        self.drafter.close()
-        return [trace for path in shards(self.folder / SAMPLES) for trace in read_shard(path)]
-
-    def publish(
-        self,
-        number: int,
-        files: dict[str, bytes] | None = None,
-        drafter: str | None = None,
-        damaged: bool = False,
-    ) -> None:
-        """Noise, if nothing else is given."""
-        known = read_record(self.folder, FolderFacts)
-        assert known is not None
-        aside = self.folder / "aside"
-        folder = write_version(aside, number, files or self.noise(number), drafter or known.drafter)
-        if damaged:
-            weights = (folder / WEIGHTS_NAME).read_bytes()
-            (folder / WEIGHTS_NAME).write_bytes(weights[:-4] + b"abcd")
-        folder.rename(version_folder(self.folder, number))
-
-    def noise(self, seed: int) -> dict[str, bytes]:
-        """Heads with other random weights."""
-        from safetensors.torch import load, save
-
-        folder = version_folder(self.folder, 0)
-        weights = load((folder / WEIGHTS_NAME).read_bytes())
-        random = torch.Generator().manual_seed(seed)
-        weights["w_out"] = torch.randn(weights["w_out"].shape, generator=random) * 0.3
-        return {
-            CONFIG_NAME: (folder / CONFIG_NAME).read_bytes(),
-            WEIGHTS_NAME: save(weights, metadata={"format": "pt"}),
-        }
-
-    def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for the thread of the session, which looks four times a second."""
-        end = time.monotonic() + 30
-        while not is_so():
-            assert time.monotonic() < end
-            time.sleep(0.05)
-
-
-Serve = Callable[..., Served]
-
-
 @pytest.fixture
 def serve(heads: Path, make_engine: Any, tmp_path: Path) -> Iterator[Serve]:
-    """Starts engines that learn; their sessions end with the test, the engines with the module."""
-    made: list[Served] = []
+    """Engines whose heads learn; see :func:`served_engines`."""
+    with served_engines(make_engine, tmp_path) as start:
 
-    def start(
-        arguments: dict[str, Any] | None = None, heads: Path = heads, **online: Any
-    ) -> Served:
-        folder = tmp_path / f"online{len(made)}"
-        options = {"folder": str(folder), **ALL, **online}
-        config = {"method": "blockwise", "model": str(heads), "num_speculative_tokens": HEADS}
-        config |= {"adaptive_length": False, "online": options}
-        made.append(Served(make_engine(speculative_config=config, **(arguments or {})), folder))
-        return made[-1]
+        def start_heads(
+            arguments: dict[str, Any] | None = None, heads: Path = heads, **online: Any
+        ) -> Served:
+            config = {"method": "blockwise", "model": str(heads), "num_speculative_tokens": HEADS}
+            return start(config, arguments, **online)
 
-    yield start
-    for served in made:
-        served.drafter.close()
+        yield start_heads
 
 
 def reference(tiny_model: Path, text: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,42 +138,17 @@ def test_who_is_recorded(serve: Serve) -> None:
     assert found == {"unsalted": {0}, "all": {0, 1}}
 
 
-@pytest.mark.parametrize("blocks", [None, 16], ids=["plenty", "preempted"])
+@pytest.mark.parametrize("is_crowded", [False, True], ids=["plenty", "preempted"])
 def test_same_tokens_across_many_swaps(
-    blocks: int | None, serve: Serve, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    is_crowded: bool, serve: Serve, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other weights in every step, while requests come, go and are preempted."""
-    scenario = SCENARIOS["mixed_lengths"] if blocks is None else CROWDED
-    expected = tokens(run(make_engine(), scenario))
-    arguments = {} if blocks is None else {"num_gpu_blocks_override": blocks}
-    served = serve(arguments)
-    session, swaps = served.session, 0
-    weights = {}
-    for number in (1, 2, 3):
-        served.publish(number)
-        folder = check_version(served.folder, number, session._origin.drafter)
-        weights[number] = served.drafter._proposer.read_weights(folder)
-    begin = session.begin_step
-
-    def swapped() -> None:
-        nonlocal swaps
-        swaps += 1
-        number = 1 + swaps % 3
-        session._ready = _Ready(number, weights[number], "a test")
-        begin()
-        assert served.drafter._proposer._heads is weights[number]
-
-    monkeypatch.setattr(session, "begin_step", swapped)
-    preempted = count_preempted(served.engine, monkeypatch)
-    assert tokens(run(served.engine, scenario)) == expected
-    assert swaps > 50
-    assert bool(preempted) == (blocks is not None)
+    check_same_tokens_across_exchanges(serve, make_engine, is_crowded, monkeypatch)
 
 
 def test_damaged_and_foreign_versions_are_refused(serve: Serve) -> None:
     served = serve()
     session = served.session
-    served.publish(1, damaged=True)
+    served.publish(1, damaged=WEIGHTS_NAME)
     served.until(lambda: session.state.handled == 1)
     served.publish(2, drafter="another")
     served.until(lambda: session.state.handled == 2)
@@ -282,34 +194,15 @@ def test_what_is_learned_is_kept_and_noise_is_not(
     options = {"publish_steps": 300, "trial_steps": 100, "guard": 0.2, **UNTIL_LEARNED}
     heads = save_random_heads(tmp_path / "heads", copy_match=4)
     served = serve(heads=heads, **options)
-    session = served.session
-    prompts, params = PROMPTS * 2, sampling_params({"max_tokens": 40})
-
-    def answers(engine: Any) -> list[list[list[int]]]:
-        return tokens(engine.generate(prompts, params, use_tqdm=False))
-
-    expected = answers(make_engine())
-    for _ in range(3):
-        assert answers(served.engine) == expected
-    session._writer.close()
-    session._writer = None  # what comes later is not recorded
-    session.tap = None
-    run_trainer(served.folder, budget=8.0, max_steps=300)
-    served.until(lambda: session._ready is not None)
-    for _ in range(12):
-        assert answers(served.engine) == expected
-        if session.state.verdicts:
-            break
+    session, asked = served.session, Asked(served.engine, make_engine, PROMPTS * 2)
+    learn(served, asked, 300)
     (verdict,) = session.state.verdicts
     assert verdict.kept
     assert verdict.after > verdict.before
     assert session.state.serving == 1
     served.publish(2)
     served.until(lambda: session._ready is not None)
-    for _ in range(12):
-        assert answers(served.engine) == expected
-        if len(session.state.verdicts) > 1:
-            break
+    asked.until(lambda: len(session.state.verdicts) > 1)
     assert [v.kept for v in session.state.verdicts] == [True, False]
     assert session.state.serving == 1
     # Rolled back when it falls behind the weights of the start, as after a drift.
@@ -317,11 +210,7 @@ def test_what_is_learned_is_kept_and_noise_is_not(
     session._weights = {0: session._weights[1], 1: noise}
     session._trial.changed()
     session._using = -1
-    for _ in range(20):
-        assert answers(served.engine) == expected
-        if session.state.serving == 0:
-            break
-    assert session.state.serving == 0
+    asked.until(lambda: session.state.serving == 0)
     # What the session knew is there for the next engine.
     served.drafter.close()
     state = read_record(served.folder, EngineState)

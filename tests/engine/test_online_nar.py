@@ -2,8 +2,7 @@
 """A block drafter that learns while it serves: samples, exchanges that keep the KV, refusals."""
 
 import json
-import tempfile
-import time
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,26 +11,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from generation import count_preempted, run, sampling_params, tokens
+from generation import run, sampling_params
+from learning_engine import (
+    ALL,
+    UNTIL_LEARNED,
+    Asked,
+    Serve,
+    Served,
+    check_same_tokens_across_exchanges,
+    learn,
+    served_engines,
+    write_files,
+)
 from safetensors.torch import load, save
 from save_dflash import ALL_EXTRAS, save_dflash
 from scenarios import PROMPTS, SCENARIOS, Scenario
-from test_cache_view_engine import CROWDED
-from test_greedy_identity import runner_of
 from test_nar_engine import Record, predictions, records  # noqa: F401  (a fixture)
-from test_online_engine import ALL, UNTIL_LEARNED
 from tiny_engine import start_engine
 
+from vllm_spec_ext.cli.main import main
 from vllm_spec_ext.online.folder import FolderFacts, read_record
 from vllm_spec_ext.online.nar_student import NarStudent
-from vllm_spec_ext.online.sample_files import SAMPLES, read_shard, shards
-from vllm_spec_ext.online.session import _Ready
-from vllm_spec_ext.online.trainer import run_trainer
-from vllm_spec_ext.online.versions import version_folder, write_version
+from vllm_spec_ext.online.versions import version_folder
 from vllm_spec_ext.proposers.nar.layout import (
     CONFIG_NAME,
     EXTRAS_NAME,
-    MASK_NAME,
     WEIGHTS_NAME,
     makes_context,
 )
@@ -48,90 +52,35 @@ def drafter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save_dflash(tiny_model, folder, seed=6, nar=nar, own_mask_embedding=True))
 
 
-class Served:
-    """An engine on a folder of its own."""
-
-    def __init__(self, engine: Any, folder: Path) -> None:
-        self.engine, self.folder = engine, folder
-        self.drafter = runner_of(engine).drafter
-
-    @property
-    def session(self) -> Any:
-        return self.drafter.online
-
-    def until(self, is_so: Callable[[], bool]) -> None:
-        """Wait for the thread of the session, which looks four times a second."""
-        end = time.monotonic() + 30
-        while not is_so():
-            assert time.monotonic() < end
-            time.sleep(0.05)
-
-    def files(self) -> dict[str, bytes]:
-        """Of version 0."""
-        folder = version_folder(self.folder, 0)
-        names = (CONFIG_NAME, WEIGHTS_NAME, MASK_NAME, EXTRAS_NAME)
-        return {name: (folder / name).read_bytes() for name in names}
-
-    def noise(self, seed: int) -> dict[str, bytes]:
-        """Other weights wherever a version may have some."""
-        random = torch.Generator().manual_seed(seed)
-
-        def shaken(data: bytes) -> bytes:
-            return save(
-                {
-                    name: value
-                    if makes_context(name) or not value.is_floating_point()
-                    else value + 0.3 * torch.randn(value.shape, generator=random)
-                    for name, value in load(data).items()
-                }
-            )
-
-        files = self.files()
-        return {**files, **{name: shaken(files[name]) for name in (WEIGHTS_NAME, EXTRAS_NAME)}}
-
-    def publish(self, number: int, files: dict[str, bytes], drafter: str | None = None) -> None:
-        known = read_record(self.folder, FolderFacts)
-        assert known is not None
-        write_version(self.folder, number, files, drafter or known.drafter)
-
-    def weights(self, files: dict[str, bytes]) -> Any:
-        """As the engine reads them; they are not published, so the session tries nothing."""
-        with tempfile.TemporaryDirectory() as folder:
-            for name, data in files.items():
-                (Path(folder) / name).parent.mkdir(exist_ok=True)
-                (Path(folder) / name).write_bytes(data)
-            return self.drafter._proposer.read_weights(Path(folder))
-
-
-Serve = Callable[..., Served]
-
-
 @pytest.fixture
 def serve(drafter: Path, make_engine: Any, tmp_path: Path) -> Iterator[Serve]:
-    """Starts engines that learn; their sessions end with the test, the engines with the module."""
-    made: list[Served] = []
+    """Engines whose block drafter learns; see :func:`served_engines`."""
+    with served_engines(make_engine, tmp_path, makes_context) as start:
 
-    def start(arguments: dict[str, Any] | None = None, tree: bool = False, **online: Any) -> Served:
-        folder = tmp_path / f"online{len(made)}"
-        config = {"method": "nar", "model": str(drafter), "num_speculative_tokens": SLOTS}
-        config |= {"num_speculative_tokens": 10, "tree": True} if tree else {}
-        config |= {"adaptive_length": False, "online": {"folder": str(folder), **ALL, **online}}
-        made.append(Served(make_engine(speculative_config=config, **(arguments or {})), folder))
-        return made[-1]
+        def start_block(
+            arguments: dict[str, Any] | None = None, tree: bool = False, **online: Any
+        ) -> Served:
+            size = {"num_speculative_tokens": 10, "tree": True} if tree else {}
+            config = {"method": "nar", "model": str(drafter), "num_speculative_tokens": SLOTS}
+            return start({**config, **size}, arguments, **online)
 
-    yield start
-    for served in made:
-        served.drafter.close()
+        yield start_block
 
 
 @pytest.mark.parametrize(
-    ("tree", "exchanged"),
-    [(False, False), (True, False), (False, True)],
-    ids=["chain", "tree", "exchanged"],
+    ("tree", "exchanged", "dtype"),
+    [
+        (False, False, "float32"),
+        (True, False, "float32"),
+        (False, True, "float32"),
+        (False, True, "bfloat16"),
+    ],
+    ids=["chain", "tree", "exchanged", "exchanged_bfloat16"],
 )
 def test_the_student_drafts_as_the_engine_did(
     tree: bool,
     exchanged: bool,
+    dtype: str,
     serve: Serve,
     tiny_model: Path,
     tmp_path: Path,
@@ -140,28 +89,25 @@ def test_the_student_drafts_as_the_engine_did(
 ) -> None:
     """From the recorded text alone it has the probabilities that the engine's slots had, with the
     weights of the start or with all others that a version may have."""
-    served = serve(tree=tree)
+    served = serve({"dtype": dtype}, tree=tree)
     version = version_folder(served.folder, 0)
     if exchanged:
         files, version = served.noise(2), tmp_path / "noise"
-        for name, data in files.items():
-            (version / name).parent.mkdir(parents=True, exist_ok=True)
-            (version / name).write_bytes(data)
+        write_files(version, files)
         served.drafter._proposer.use_weights(served.weights(files))
         monkeypatch.setattr(served.session, "begin_step", lambda: None)
     run(served.engine, SCENARIOS["mixed_lengths"])
-    served.drafter.close()
+    traces = served.traces()
     facts = read_record(served.folder, FolderFacts)
     assert facts is not None
     slots = 6 if tree else SLOTS
     assert facts.drafting == {"slots": slots, "candidates": 16, "copies": 1}
-    traces = [one for path in shards(served.folder / SAMPLES) for one in read_shard(path)]
     assert all(one.states.shape == (len(one.starts), 0) for one in traces)
     known = predictions(records)
     student = NarStudent(facts.model_copy(update={"target": str(tiny_model)}), torch.device("cpu"))
     student.load(version)
     student.module.eval()
-    compared = 0
+    errors: list[float] = []
     for one in traces:
         for start in one.starts.tolist()[::3]:
             text = one.token_ids[: start + 2]
@@ -189,37 +135,21 @@ def test_the_student_drafts_as_the_engine_did(
             weights = [sum(0.75 ** (m + 1) for m in range(slot, slots)) for slot in range(slots)]
             assert judged.num_drafted == slots
             mean = np.average(-expected, weights=weights)
-            assert float(judged.loss) == pytest.approx(mean, abs=5e-4)
-            compared += 1
-    assert compared > 20
+            errors.append(float(judged.loss) - float(mean))
+    assert len(errors) > 20
+    # In bfloat16 rounding changes a part of the drafts, of the target and of the drafter; noise is
+    # so large that these are others then.
+    assert statistics.median(map(abs, errors)) < 5e-4
+    if dtype == "float32":
+        assert max(map(abs, errors)) < 5e-4
 
 
-@pytest.mark.parametrize("blocks", [None, 16], ids=["plenty", "preempted"])
+@pytest.mark.parametrize("is_crowded", [False, True], ids=["plenty", "preempted"])
 def test_same_tokens_across_many_swaps(
-    blocks: int | None, serve: Serve, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    is_crowded: bool, serve: Serve, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other weights in every step, while requests come, go and are preempted."""
-    scenario = SCENARIOS["mixed_lengths"] if blocks is None else CROWDED
-    expected = tokens(run(make_engine(), scenario))
-    served = serve({} if blocks is None else {"num_gpu_blocks_override": blocks})
-    session, swaps = served.session, 0
     # One more than are laid out at a time.
-    weights = {number: served.weights(served.noise(number)) for number in (1, 2, 3, 4)}
-    begin = session.begin_step
-
-    def swapped() -> None:
-        nonlocal swaps
-        swaps += 1
-        number = 1 + swaps % 4
-        session._ready = _Ready(number, weights[number], "a test")
-        begin()
-        assert session._using == number
-
-    monkeypatch.setattr(session, "begin_step", swapped)
-    preempted = count_preempted(served.engine, monkeypatch)
-    assert tokens(run(served.engine, scenario)) == expected
-    assert swaps > 50
-    assert bool(preempted) == (blocks is not None)
+    check_same_tokens_across_exchanges(serve, make_engine, is_crowded, monkeypatch, num_versions=4)
 
 
 def test_kv_outlives_an_exchange(
@@ -341,48 +271,59 @@ def test_what_is_learned_is_kept_and_noise_is_not(serve: Serve, make_engine: Any
     it serves, falls behind the weights of the start."""
     options = {"publish_steps": 120, "trial_steps": 60, "guard": 0.2, **UNTIL_LEARNED}
     served = serve(**options)
-    session = served.session
-    params = sampling_params({"max_tokens": 40})
-
-    def answers(engine: Any) -> list[list[list[int]]]:
-        return tokens(engine.generate(PROMPTS, params, use_tqdm=False))
-
-    def until(is_so: Callable[[], bool]) -> None:
-        for _ in range(20):
-            assert answers(served.engine) == expected
-            if is_so():
-                return
-        raise AssertionError("it did not happen")
-
-    expected = answers(make_engine())
-    for _ in range(3):
-        assert answers(served.engine) == expected
-    session._writer.close()
-    session._writer = None  # what comes later is not recorded
-    session.tap = None
-    run_trainer(served.folder, budget=8.0, max_steps=120)
-    served.until(lambda: session._ready is not None)
-    until(lambda: bool(session.state.verdicts))
+    session, asked = served.session, Asked(served.engine, make_engine)
+    learn(served, asked, 120)
     (verdict,) = session.state.verdicts
     assert verdict.kept
     assert verdict.after > verdict.before + 0.2
     assert session.state.serving == 1
     served.publish(2, served.noise(2))
     served.until(lambda: session._ready is not None)
-    until(lambda: len(session.state.verdicts) > 1)
+    asked.until(lambda: len(session.state.verdicts) > 1)
     assert [verdict.kept for verdict in session.state.verdicts] == [True, False]
     assert session.state.serving == 1
     noise = served.weights(served.noise(2))
     session._weights = {0: session._weights[1], 1: noise}
     session._trial.changed()
     session._using = -1
-    until(lambda: session.state.serving == 0)
+    asked.until(lambda: session.state.serving == 0)
     # A fresh proposer begins with the weights of the start, though the engine keeps the model.
     served.engine.collective_rpc("spec_ext_reset")
     (model,) = served.drafter.models.paged
     norm = load(served.files()[WEIGHTS_NAME])["norm.weight"]
     assert torch.equal(model.module.model.norm.weight, norm)
-    assert answers(served.engine) == expected
+    asked.once()
+
+
+def test_a_trainer_process_beside_a_bfloat16_target(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine starts it; what it publishes is tried, kept and shown; it ends with the engine."""
+    options = {"publish_steps": 60, "trial_steps": 60, "budget": 8.0, **UNTIL_LEARNED}
+    served = serve({"dtype": "bfloat16"}, start_trainer=True, **options)
+    session = served.session
+    trainer = session._trainer
+    params = sampling_params({"max_tokens": 40})
+    for _ in range(3):
+        served.engine.generate(PROMPTS, params, use_tqdm=False)
+    session.flush()
+    served.until(lambda: session._ready is not None or trainer.poll() is not None, 240.0)
+    assert trainer.poll() is None, (served.folder / "trainer.log").read_text()
+    for _ in range(20):
+        served.engine.generate(PROMPTS, params, use_tqdm=False)
+        if session.state.verdicts:
+            break
+    verdict = session.state.verdicts[0]
+    assert verdict.kept
+    assert verdict.after > verdict.before + 0.2
+    served.drafter.close()
+    assert trainer.poll() is not None
+    with pytest.raises(SystemExit) as ended:
+        main(["online", "status", str(served.folder)])
+    assert not ended.value.code
+    shown = capsys.readouterr().out
+    for part in ("nar of", "kept", "standard errors"):
+        assert part in shown
 
 
 @pytest.mark.parametrize(

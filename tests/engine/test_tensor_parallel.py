@@ -197,6 +197,7 @@ def test_same_tokens_as_one_rank(found: dict[str, Any], plain: dict[str, Any]) -
 def test_versions_take_turns_on_both_ranks(found: dict[str, Any]) -> None:
     assert min(found["version_steps"]) > 20
     assert len(found["version_steps"]) == 2
+    assert found["exchanges"] > 50
 
 
 @pytest.mark.parametrize("found", ["learning_model"], indirect=True)

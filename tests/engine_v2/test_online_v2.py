@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import test_online_engine as online
+import test_online_nar as block
 from test_online_engine import heads, serve
+from test_online_nar import drafter
+from test_online_nar import serve as serve_block
 
-__all__ = ["heads", "serve"]
+__all__ = ["drafter", "heads", "serve", "serve_block"]
 
 
 def test_records_are_the_targets_own(tiny_model: Path, serve: Any) -> None:
@@ -18,4 +21,10 @@ def test_records_are_the_targets_own(tiny_model: Path, serve: Any) -> None:
 def test_same_tokens_across_many_swaps(
     serve: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    online.test_same_tokens_across_many_swaps(None, serve, make_engine, monkeypatch)
+    online.test_same_tokens_across_many_swaps(False, serve, make_engine, monkeypatch)
+
+
+def test_same_tokens_across_many_swaps_of_a_block_drafter(
+    serve_block: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block.test_same_tokens_across_many_swaps(False, serve_block, make_engine, monkeypatch)

@@ -57,7 +57,7 @@ def status(folder: Folder) -> None:
     numbers = ", ".join(map(str, version_numbers(folder)))
     rows = [
         ["drafter", f"{facts.method} of {facts.target}"],
-        ["serving", f"version {engine.serving}, {_age(engine.since, now)}"],
+        ["serving", f"version {engine.serving}, for {_span(engine.since, now)}"],
         ["on trial", "-" if engine.trying is None else f"version {engine.trying}"],
         ["frozen", "yes" if engine.frozen else "no"],
         ["versions", numbers],
@@ -70,7 +70,7 @@ def status(folder: Folder) -> None:
     else:
         alive = now - trainer.alive_at < _ALIVE_S
         doing = trainer.waits_for or "training"
-        shown = doing if alive else f"not running since {_age(trainer.alive_at, now)}"
+        shown = doing if alive else f"not running for {_span(trainer.alive_at, now)}"
         rows += [
             ["trainer", f"{shown}; {trainer.steps} steps, {trainer.core_share:.2f} cores"],
             ["held-out", f"divergence {_number(trainer.held_out)}, "
@@ -79,7 +79,7 @@ def status(folder: Folder) -> None:
     WholeTable(["", ""], rows, f"Online drafter in {folder}", left=2, wrap=True).print(console)
     if engine.verdicts:
         judged = [
-            [str(v.version), "kept" if v.kept else "refused", v.reason, _age(v.when, now)]
+            [str(v.version), "kept" if v.kept else "refused", v.reason, f"{_span(v.when, now)} ago"]
             for v in engine.verdicts
         ]
         headings = ["version", "verdict", "why", "when"]
@@ -130,8 +130,15 @@ def _facts(folder: Path) -> FolderFacts:
     return facts
 
 
-def _age(when: float, now: float) -> str:
-    return "-" if not when else f"{max(0.0, now - when):.0f} s ago"
+def _span(since: float, now: float) -> str:
+    """From then until now, in the largest unit of which it is two or more."""
+    if not since:
+        return "-"
+    seconds = max(0.0, now - since)
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _number(value: float | None) -> str:

@@ -8,6 +8,7 @@ what it serves.
 
 import contextlib
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -278,7 +279,7 @@ class OnlineSession:
                 self._trainer = subprocess.Popen(
                     [
                         *(sys.executable, "-m", "vllm_spec_ext.online.trainer"),
-                        *(str(self._root), "--with-parent"),
+                        *(str(self._root), "--parent", str(os.getpid())),
                     ],
                     stdout=log,
                     stderr=log,

@@ -278,7 +278,7 @@ def run_trainer(
     budget: float | None = None,
     device: str | None = None,
     max_steps: int | None = None,
-    with_parent: bool = False,
+    parent: int | None = None,
     own_process: bool = False,
 ) -> None:
     """Train until it is stopped (SIGTERM, Ctrl-C), or for some steps.
@@ -288,7 +288,8 @@ def run_trainer(
         budget: Cores on average; None = as the engine's options say.
         device: As ``budget``.
         max_steps: Training steps of this run; None = no end.
-        with_parent: End when the process that started this one does.
+        parent: Process that started this one, with which it ends; None = it stays. It is named,
+            as it may be gone before this one has imported what it needs.
         own_process: Nothing else runs in this one: take the lowest priority and few threads.
 
     Raises:
@@ -302,7 +303,6 @@ def run_trainer(
         )
     share = facts.options.budget if budget is None else budget
     where = pick_device(device or facts.options.device)
-    parent = os.getppid()
     if own_process:
         with contextlib.suppress(OSError):
             os.nice(19)
@@ -313,7 +313,7 @@ def run_trainer(
         told, started, last_steps = 0.0, time.time(), trainer.steps
         pace = CpuBudget(share) if share > 0 else None
         used = time.process_time
-        while not stop.is_set() and not (with_parent and os.getppid() != parent):
+        while not stop.is_set() and parent in (None, os.getppid()):
             why = "its budget is 0" if pace is None else trainer.advance()
             if time.time() - told >= _TELL_S:
                 told = time.time()
@@ -380,11 +380,11 @@ def main() -> int:
     """``python -m vllm_spec_ext.online.trainer FOLDER``: as the engine starts it."""
     parser = argparse.ArgumentParser(description="Train the drafter of an online folder.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--with-parent", action="store_true", help="End with the parent process.")
+    parser.add_argument("--parent", type=int, help="Process to end with.")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
-        run_trainer(given.folder, with_parent=given.with_parent, own_process=True)
+        run_trainer(given.folder, parent=given.parent, own_process=True)
     except SpecExtError as error:
         print(f"vllm-spec-ext: {error}", file=sys.stderr)
         return 2

@@ -59,7 +59,7 @@ def test_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "77 steps, 0.25 cores" in capsys.readouterr().out
     write_record(folder, TrainerState(pid=1, started=now, alive_at=now - 3600.0))
     assert call("status", str(folder)) == 0
-    assert "not running" in capsys.readouterr().out
+    assert "not running for 60 minutes" in capsys.readouterr().out
 
 
 def test_freeze_and_rollback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -279,6 +279,11 @@ def test_the_process_has_one_trainer_and_an_end(
     run_trainer(folder, budget=4.0, max_steps=25)
     assert os.nice(0) == priority  # it may be the engine's process, too
     assert version_numbers(folder) == [0, 1]
+    # Its engine was killed while it was still importing torch.
+    run_trainer(folder, budget=4.0, parent=os.getpid())
+    assert version_numbers(folder) == [0, 1]
+    run_trainer(folder, budget=4.0, parent=os.getppid(), max_steps=25)
+    assert version_numbers(folder) == [0, 1, 2]
     with trainer_module._only_one(folder), pytest.raises(SpecExtError, match="another trainer"):
         run_trainer(folder, budget=4.0, max_steps=1)
     with pytest.raises(SpecExtError, match=r"no online\.json"):

@@ -185,8 +185,7 @@ class DraftBudget:
             cost = _careful(found, num_drafted) + self.branches.extra(num_branches)
             gain = num_emitted / num_requests - 1.0 - cost
             self._window.add(gain)
-            drafting = self._usual_drafting(num_requests, found.plain_s)
-            self._gains.add(gain - drafting, drafting)
+            self._earned(gain, num_requests, found.plain_s)
         elif self.balance < _RETURNED:
             self._window.add(min(self._coming_back, _RETURNED - self.balance))
 
@@ -212,9 +211,13 @@ class DraftBudget:
         """
         found = self.costs.estimate(num_requests)
         if num_drafted and found is not None:
-            drafting = self._usual_drafting(num_requests, found.plain_s)
-            gain = num_accepted / num_requests - found.extra(num_drafted) - drafting
-            self._gains.add(gain, drafting)
+            gain = num_accepted / num_requests - found.extra(num_drafted)
+            self._earned(gain, num_requests, found.plain_s)
+
+    def _earned(self, gain: float, num_requests: int, plain_s: float) -> None:
+        """Remember what the drafts of a step gave, less what drafting takes."""
+        drafting = self._usual_drafting(num_requests, plain_s)
+        self._gains.add(gain - drafting, drafting)
 
     def drafted(self, seconds: Mapping[str, float]) -> None:
         """Count what drafting took after that, by method; the step is over."""

@@ -102,9 +102,17 @@ class PagedModel:
         self._blocks.copy(pairs)
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Other weights, by their names in the checkpoint; packed again where the platform does."""
+        """Other weights, by their names in the checkpoint; packed again where the platform does.
+
+        Versions are float32. They are converted here, as vLLM would warn of every single weight.
+        """
+        dtype = self.vllm_config.model_config.dtype
+        own = (
+            (name, value.to(dtype) if value.is_floating_point() else value)
+            for name, value in weights
+        )
         with set_current_vllm_config(self.vllm_config):
-            reload_weights(self.vllm_config, self.module, iter(weights), None, True)
+            reload_weights(self.vllm_config, self.module, own, None, True)
         self._project = self._find_projection()
 
     def _find_projection(self) -> Projection:
