@@ -151,8 +151,7 @@ def pip(venv: Path, *arguments: str, may_fail: bool = False) -> bool:
         SetupError: pip failed; its own message is above.
     """
     command = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    # Python compiles what it imports, a fifth of the files that pip would compile one by one.
-    options = ["--progress-bar", "off", "--no-compile"] if arguments[0] == "install" else []
+    options = ["--progress-bar", "off"] if arguments[0] == "install" else []
     running = subprocess.Popen(
         [*command, *arguments, *options],
         stdout=subprocess.PIPE,

@@ -99,7 +99,7 @@ def test_plan_measures_this_machine(model: str, tmp_path: Path) -> None:
         # So few steps that the draft budget of a fresh engine may allow next to nothing.
         *("--method", 'input_copy={"adaptive_length": false}'),
         *("--batch-size", "1,2", "--context", "32", "--json", str(result)),
-        forked=True,
+        variables=ONE_PROCESS,  # not forked: it starts a program that measures steps
     )
     assert done.returncode == 0, done.stderr
     data = json.loads(result.read_text())
