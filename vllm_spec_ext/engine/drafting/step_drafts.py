@@ -324,8 +324,8 @@ class StepDrafts:
             return segment_bounds(parents)[0][1], None, 0
         num_computed = len(request.token_ids) - 1
         size, used = fitting_prefix(parents, num_computed, trees.block_size, num_free)
-        # All segments but the first take scratch blocks, so what takes none is a chain.
-        return size, parents[:size] if used else None, used
+        kept = parents[:size]
+        return size, kept if is_branching(kept) else None, used
 
     def _may_draw(self, request_id: str) -> bool:
         """Whether the distributions of a draft may be used for this request.
