@@ -59,6 +59,9 @@ PARTS = {  # those that take longest first, so that both lanes end at about the 
     "engine 2": ENGINE_PARTS["engine 2"],
     NEXT: NEXT_TESTS,
 }
+# Of the environment of all parts: where Python may not keep what it compiled, each of some hundred
+# programs compiles this package again.
+COMMON = {"PYTHONDONTWRITEBYTECODE": ""}
 VARIABLES = {NEXT: {"SPEC_EXT_NEXT_VLLM": NEXT_VLLM}}  # of the environment of a part
 BOOT = str(ROOT / "tests" / "boot")  # imported first by each program that a part starts, too
 GIB = 1 << 30
@@ -219,7 +222,7 @@ class Runner:
         process = subprocess.Popen(
             part.command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": paths, **VARIABLES.get(part.name, {})},
+            env={**os.environ, **COMMON, "PYTHONPATH": paths, **VARIABLES.get(part.name, {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

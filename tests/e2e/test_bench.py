@@ -55,7 +55,7 @@ def test_bench_compares_methods_and_finds_identical_answers(model: str, tmp_path
     }
     config, result = tmp_path / "bench.json", tmp_path / "result.json"
     config.write_text(json.dumps(settings))
-    done = vllm_spec("bench", "--config", str(config), "--json", str(result), variables=ONE_PROCESS)
+    done = vllm_spec("bench", "--config", str(config), "--json", str(result), forked=True)
     assert done.returncode == 1, done.stderr  # the broken method
     assert "FAILED broken:" in done.stdout
     assert "\x1b[" not in done.stdout

@@ -45,16 +45,23 @@ def read_answers(folder: Path) -> list[dict]:
 @pytest.mark.timeout(600)
 def test_a_killed_run_is_taken_up_where_it_was(cluster: Cluster, tmp_path: Path) -> None:
     model = tiny_model()
-    example, questions, answers = tmp_path / "batch.py", tmp_path / "q.jsonl", tmp_path / "answers"
+    questions, answers = tmp_path / "q.jsonl", tmp_path / "answers"
     text = (ROOT / "examples/ray_batch.py").read_text()
     text = text.replace('"max_tokens": 64', '"max_tokens": 64, "ignore_eos": True')
     # Exact comparisons, and no clock that may hold drafts back on a busy machine.
     text = text.replace('"max_model_len": 1024', '"max_model_len": 256, "dtype": "float32"')
-    example.write_text(text.replace('"num_spec', '"adaptive_length": False, "num_spec'))
+    text = text.replace('"num_spec', '"adaptive_length": False, "num_spec')
     write_questions(questions)
-    command = [sys.executable, str(example), str(questions), str(answers), str(model)]
+
+    def command(name: str, text: str) -> list[str]:
+        script = tmp_path / name
+        script.write_text(text)
+        return [sys.executable, str(script), str(questions), str(answers), str(model)]
+
+    # One replica starts sooner; whoever takes the run up may have more.
+    assert text.count("concurrency=(2, 2)") == 1
     first = subprocess.Popen(
-        command,
+        command("first.py", text.replace("concurrency=(2, 2)", "concurrency=(1, 1)")),
         env=cluster.environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -66,7 +73,12 @@ def test_a_killed_run_is_taken_up_where_it_was(cluster: Cluster, tmp_path: Path)
     first.wait(10)
     early = len(read_answers(answers))
     done = subprocess.run(
-        command, env=cluster.environment, capture_output=True, text=True, timeout=300, check=False
+        command("second.py", text),
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     rows = read_answers(answers)

@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-MOST_TOKENS = 192
+MOST_TOKENS = 128
 
 
 @pytest.fixture(scope="module")

@@ -30,18 +30,22 @@ class Scenario:
     """A batch: prompt `i` runs with `params[i % len(params)]`."""
 
     params: list[dict[str, Any]]
-    prompts: list[str]
+    prompts: list[Any]
 
+
+PAGES = [[(7 * i * i + 3 * i + turn) % 500 + 5 for i in range(360)] for turn in (1, 2)]
+FULL: Any = [{"prompt_token_ids": PAGES[n % 2][:n]} for n in (96, 121, 130, 139, 149, 153, 158)]
+"""Prompts that leave little room in an engine of :data:`tiny_engine.ARGUMENTS`."""
 
 SCENARIOS = {
     "batch_of_one": Scenario([{"max_tokens": 40}], PROMPTS[1:2]),
-    "mixed_lengths": Scenario([{"max_tokens": n} for n in (12, 60, 33, 1, 90, 2, 47, 75)], PROMPTS),
+    "mixed_lengths": Scenario([{"max_tokens": n} for n in (12, 50, 33, 1, 60, 2, 41, 56)], PROMPTS),
     "prefix_reused": Scenario([{"max_tokens": 24}], PROMPTS),
     "penalties": Scenario(
         [
-            {"max_tokens": 40, "presence_penalty": 1.0, "frequency_penalty": 0.5},
-            {"max_tokens": 40, "repetition_penalty": 1.3},
-            {"max_tokens": 40},
+            {"max_tokens": 30, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+            {"max_tokens": 30, "repetition_penalty": 1.3},
+            {"max_tokens": 30},
         ],
         PROMPTS,
     ),
@@ -51,13 +55,12 @@ SCENARIOS = {
     ),
     # Few tokens to choose from: the text repeats itself, so that copies and n-grams are right.
     "few_tokens": Scenario(
-        [{"max_tokens": 60, "allowed_token_ids": [40, 42, 44], "ignore_eos": True}], PROMPTS
+        [{"max_tokens": 40, "allowed_token_ids": [40, 42, 44], "ignore_eos": True}], PROMPTS
     ),
-    "max_model_len": Scenario(
-        [{"max_tokens": 500, "ignore_eos": True}, {"max_tokens": 30}], PROMPTS
-    ),
+    # Long prompts, so that the limit comes soon.
+    "max_model_len": Scenario([{"max_tokens": 500, "ignore_eos": True}, {"max_tokens": 30}], FULL),
     "json_schema": Scenario(
-        [{"max_tokens": 40, "structured_outputs": {"json": SCHEMA}}, {"max_tokens": 40}], PROMPTS
+        [{"max_tokens": 40, "structured_outputs": {"json": SCHEMA}}, {"max_tokens": 30}], PROMPTS
     ),
     "regex": Scenario(
         [{"max_tokens": 40, "structured_outputs": {"regex": "(ab|cd){3,9}[0-9]+x"}}], PROMPTS[:3]
@@ -65,11 +68,11 @@ SCENARIOS = {
     # Short prompts: on CPUs plain vLLM fails on a seeded request whose prefill is chunked.
     "seeded": Scenario(
         [
-            {"max_tokens": 40, "temperature": 1.0, "seed": 7},
-            {"max_tokens": 40, "temperature": 0.7, "seed": 8, "top_k": 20, "n": 2},
-            {"max_tokens": 30},
+            {"max_tokens": 30, "temperature": 1.0, "seed": 7},
+            {"max_tokens": 30, "temperature": 0.7, "seed": 8, "top_k": 20, "n": 2},
+            {"max_tokens": 24},
             {
-                "max_tokens": 40,
+                "max_tokens": 30,
                 "temperature": 1.3,
                 "seed": 9,
                 "top_p": 0.9,
@@ -84,7 +87,6 @@ SCENARIOS = {
 }
 
 # Prompts of up to eleven pages beside short ones; some begin alike.
-PAGES = [[(7 * i * i + 3 * i + turn) % 500 + 5 for i in range(360)] for turn in (1, 2)]
 LONG_PROMPTS: Any = [
     {"prompt_token_ids": prompt}
     for prompt in (

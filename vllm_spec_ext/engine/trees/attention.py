@@ -119,6 +119,7 @@ class TreeAttention:
         self._requests: Sequence[RequestRows] = ()
         self._table: BlockTable = ()
         self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._written: tuple[torch.Tensor, torch.Tensor] | None = None
         group = runner.attn_groups[0][0]
         self._wrap_metadata(group)
         self._blocks = LayerBlocks(caches, runner.kv_cache_config.num_blocks)
@@ -140,7 +141,7 @@ class TreeAttention:
 
     def end_step(self) -> None:
         """The tree is verified: passes of the target between steps have nothing to do with it."""
-        self.plan, self._shared = None, None
+        self.plan, self._shared, self._written = None, None, None
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Put the plan into effect: positions, slots, copies of the tail blocks.
@@ -183,7 +184,7 @@ class TreeAttention:
         self._blocks.copy(pairs)
 
     def _wrap_write(self, impl: "CPUAttentionBackendImpl") -> None:
-        """After a layer wrote its KV, write the shared ancestors into the scratch blocks too."""
+        """When a layer writes its KV, let it write the shared ancestors into scratch blocks too."""
         write = impl.do_kv_cache_update
 
         def do_kv_cache_update(
@@ -193,12 +194,26 @@ class TreeAttention:
             kv_cache: torch.Tensor,
             slot_mapping: torch.Tensor,
         ) -> None:
-            write(layer, key, value, kv_cache, slot_mapping)
             if self._shared is not None:
-                rows, slots = self._shared
-                write(layer, key[rows], value[rows], kv_cache, slots)
+                rows, slot_mapping = self._all_written(len(key), slot_mapping)
+                key, value = key.index_select(0, rows), value.index_select(0, rows)
+            write(layer, key, value, kv_cache, slot_mapping)
 
         impl.do_kv_cache_update = do_kv_cache_update
+
+    def _all_written(self, num_rows: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of a step, those of shared ancestors once more, and their slots; for all layers."""
+        if self._written is None:
+            assert self._shared is not None
+            shared_rows, shared_slots = self._shared
+            rows = torch.arange(num_rows, device=slots.device)
+            # vLLM may pass more slots than rows, or more rows than slots: the shorter counts.
+            count = min(num_rows, len(slots))
+            self._written = (
+                torch.cat([rows[:count], shared_rows]),
+                torch.cat([slots[:count], shared_slots]),
+            )
+        return self._written
 
     def _wrap_metadata(self, group: "AttentionGroup") -> None:
         """Give the metadata builder one virtual request a segment."""

@@ -219,9 +219,7 @@ class SpecRunnerV2Mixin:
             tree = parents if num_tokens == len(draft) + 1 else None
             requests.append(RequestRows(start, num_tokens, self._computed[row], tree))
             start += num_tokens
-        if any(request.parents is not None for request in requests):
-            table = [self.spec_requests.blocks(name) for name in step.request_ids]
-            trees.plan_step(requests, table)
+        trees.plan_step(requests, [self.spec_requests.blocks(name) for name in step.request_ids])
 
     def commit_trees(self) -> None:
         """Put the accepted branches' KV in its place."""
