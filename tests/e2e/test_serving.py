@@ -110,7 +110,8 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     model, found = sys.argv[1:]
     prompts, lengths = json.load(sys.stdin)
-    llm = LLM(model, dtype="float32", max_model_len=384, max_num_seqs=len(prompts))
+    sizes = {"max_model_len": 384, "max_num_seqs": len(prompts)}
+    llm = LLM(model, dtype="float32", enforce_eager=True, **sizes)
     params = [SamplingParams(temperature=0.0, max_tokens=most) for most in lengths]
     results = llm.generate(prompts, params, use_tqdm=False)
     answers = [(r.outputs[0].text, len(r.outputs[0].token_ids)) for r in results]
