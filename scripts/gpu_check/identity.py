@@ -125,7 +125,7 @@ def identity_small(site: Site) -> dict[str, Any]:
     plain = site.engine(**sizes)
     room = plain.llm_engine.vllm_config.model_config.max_model_len - SMALL_TOKENS
     ids = [encode(plain.get_tokenizer(), question)[:room] for question in _questions()]
-    scenario = Scenario([{"max_tokens": SMALL_TOKENS}], [{"prompt_token_ids": one} for one in ids])  # type: ignore[misc]
+    scenario = Scenario([{"max_tokens": SMALL_TOKENS}], [{"prompt_token_ids": one} for one in ids])
     expected = firsts(run(plain, scenario))
     compared, steps = 0, {}
     for name, config in SMALL_METHODS.items():
