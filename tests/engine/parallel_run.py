@@ -90,8 +90,8 @@ def generate(engine_arguments: dict[str, Any], results: Path) -> None:
         if metric.name == "vllm:spec_decode_num_accepted_tokens"
     )
     found["timed"] = [len(stats["propose_us"]) for stats in engine.collective_rpc("spec_ext_stats")]
-    found["exchanges"] = sum(engine.collective_rpc(num_exchanges))
     run(engine, SAMPLED)
+    found["exchanges"] = sum(engine.collective_rpc(num_exchanges))
     found["random"] = engine.collective_rpc(random_state)
     found["version_steps"] = [
         count for counts in engine.collective_rpc(version_steps) for count in counts

@@ -68,9 +68,12 @@ def status(folder: Folder) -> None:
     if trainer is None:
         rows.append(["trainer", f"none so far; vllm-spec online train {folder}"])
     else:
-        alive = now - trainer.alive_at < _ALIVE_S
-        doing = trainer.waits_for or "training"
-        shown = doing if alive else f"not running for {_span(trainer.alive_at, now)}"
+        shown = trainer.waits_for or "training"
+        if now - trainer.alive_at >= _ALIVE_S:
+            silence = _span(trainer.alive_at, now)
+            shown = f"not running for {silence}"
+            if _runs_here(trainer):
+                shown = f"process {trainer.pid} runs, not heard of for {silence}: are cores free?"
         rows += [
             ["trainer", f"{shown}; {trainer.steps} steps, {trainer.core_share:.2f} cores"],
             ["held-out", f"divergence {_number(trainer.held_out)}, "
@@ -128,6 +131,16 @@ def _facts(folder: Path) -> FolderFacts:
             '{"online": {"folder": ...}}'
         )
     return facts
+
+
+def _runs_here(trainer: TrainerState) -> bool:
+    """Whether its process is there, on this machine; of one on another, nothing is known."""
+    import psutil
+
+    try:
+        return psutil.Process(trainer.pid).create_time() <= trainer.alive_at
+    except psutil.Error:
+        return False
 
 
 def _span(since: float, now: float) -> str:

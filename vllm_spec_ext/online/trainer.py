@@ -309,6 +309,7 @@ def run_trainer(
         torch.set_num_threads(max(1, math.ceil(share)))
     stop = threading.Event()
     with _only_one(root), _stopped_by_signals(stop):
+        _tell_of_start(root)
         trainer = Trainer(root, make_student(facts, where), facts)
         told, started, last_steps = 0.0, time.time(), trainer.steps
         pace = CpuBudget(share) if share > 0 else None
@@ -328,6 +329,17 @@ def run_trainer(
                 pace.rest()
         with contextlib.suppress(DiskFullError):
             trainer.save()
+
+
+def _tell_of_start(root: Path) -> None:
+    """Loading a target may take minutes; what an earlier run told of itself stays."""
+    now = time.time()
+    here = {"pid": os.getpid(), "started": now, "alive_at": now, "waits_for": "it is starting"}
+    former = read_record(root, TrainerState)
+    with contextlib.suppress(DiskFullError):
+        write_record(
+            root, TrainerState(**here) if former is None else former.model_copy(update=here)
+        )
 
 
 def _tell(root: Path, trainer: Trainer, started: float, core_share: float, why: str) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-spec online``: what it shows of a folder, and the orders that it leaves there."""
 
+import os
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from vllm_spec_ext.cli.main import main
@@ -57,9 +59,21 @@ def test_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_record(folder, TrainerState(pid=1, started=now, alive_at=now, steps=77, core_share=0.25))
     assert call("status", str(folder)) == 0
     assert "77 steps, 0.25 cores" in capsys.readouterr().out
-    write_record(folder, TrainerState(pid=1, started=now, alive_at=now - 3600.0))
+    # There is a process of this number, but it is younger.
+    long_ago = psutil.Process().create_time() - 3600.0
+    write_record(folder, TrainerState(pid=os.getpid(), started=now, alive_at=long_ago))
     assert call("status", str(folder)) == 0
-    assert "not running for 60 minutes" in capsys.readouterr().out
+    assert "not running for" in capsys.readouterr().out
+
+
+def test_a_trainer_that_waits_for_a_core_runs(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    write_record(folder, TrainerState(pid=os.getpid(), started=now, alive_at=now))
+    monkeypatch.setattr(time, "time", lambda: now + 600.0)
+    assert call("status", str(folder)) == 0
+    assert f"process {os.getpid()} runs, not heard of for 10 minutes" in capsys.readouterr().out
 
 
 def test_freeze_and_rollback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
