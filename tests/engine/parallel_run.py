@@ -90,8 +90,9 @@ def generate(engine_arguments: dict[str, Any], results: Path) -> None:
         if metric.name == "vllm:spec_decode_num_accepted_tokens"
     )
     found["timed"] = [len(stats["propose_us"]) for stats in engine.collective_rpc("spec_ext_stats")]
-    run(engine, SAMPLED)
+    found["repeated"] = tokens(run(engine, SCENARIOS["mixed_lengths"]))
     found["exchanges"] = sum(engine.collective_rpc(num_exchanges))
+    run(engine, SAMPLED)
     found["random"] = engine.collective_rpc(random_state)
     found["version_steps"] = [
         count for counts in engine.collective_rpc(version_steps) for count in counts
