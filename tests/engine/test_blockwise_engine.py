@@ -173,5 +173,6 @@ def test_heads_as_the_drafter_of_auto(
         return propose(step)
 
     monkeypatch.setattr(proposer._drafter, "propose", counted)
-    assert tokens(run(engine, scenario)) == expected
-    assert calls > 30
+    for _ in range(2):
+        assert tokens(run(engine, scenario)) == expected
+    assert calls > 50

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from generation import run, sampling_params, tokens
 from scenarios import PROMPTS, Scenario
 from test_greedy_identity import runner_of
@@ -139,14 +140,10 @@ def no_commit(engine: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_ancestor_writes(engine: Any, patch: pytest.MonkeyPatch) -> None:
-    attention = runner_of(engine).tree_attention
-    begin = attention.begin
+    def own_rows(num_rows: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(num_rows), slots[:num_rows]
 
-    def begin_without(*tensors: Any) -> None:
-        begin(*tensors)
-        attention._shared = None
-
-    patch.setattr(attention, "begin", begin_without)
+    patch.setattr(runner_of(engine).tree_attention, "_all_written", own_rows)
 
 
 def linear_positions(engine: Any, patch: pytest.MonkeyPatch) -> None:

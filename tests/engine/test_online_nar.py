@@ -143,7 +143,7 @@ def test_the_student_drafts_as_the_engine_did(
         # Rounding differs between processors and changes a part of the drafts, of the target and of
         # the drafter; noise is so large that these are others then. In the place of the exchanged
         # weights, those of the start err by 4 to 11.
-        assert statistics.median(map(abs, errors)) < 1e-2
+        assert statistics.median(map(abs, errors)) < 1e-3
 
 
 @pytest.mark.parametrize("is_crowded", [False, True], ids=["plenty", "preempted"])

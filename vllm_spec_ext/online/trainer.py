@@ -332,13 +332,12 @@ def run_trainer(
 
 
 def _tell_of_start(root: Path) -> None:
-    """Loading a target may take minutes; what an earlier run told of itself stays."""
+    """Loading a target may take minutes."""
     now = time.time()
-    here = {"pid": os.getpid(), "started": now, "alive_at": now, "waits_for": "it is starting"}
-    former = read_record(root, TrainerState)
     with contextlib.suppress(DiskFullError):
         write_record(
-            root, TrainerState(**here) if former is None else former.model_copy(update=here)
+            root,
+            TrainerState(pid=os.getpid(), started=now, alive_at=now, waits_for="it is starting"),
         )
 
 

@@ -118,7 +118,6 @@ class TreeAttention:
         self._device: torch.device = runner.device
         self._requests: Sequence[RequestRows] = ()
         self._table: BlockTable = ()
-        self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
         self._written: tuple[torch.Tensor, torch.Tensor] | None = None
         group = runner.attn_groups[0][0]
         self._wrap_metadata(group)
@@ -141,7 +140,7 @@ class TreeAttention:
 
     def end_step(self) -> None:
         """The tree is verified: passes of the target between steps have nothing to do with it."""
-        self.plan, self._shared, self._written = None, None, None
+        self.plan, self._written = None, None
 
     def begin(self, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Put the plan into effect: positions, slots, copies of the tail blocks.
@@ -156,7 +155,6 @@ class TreeAttention:
             new = on_device(plan, self._device)
             positions.index_copy_(0, new.rows, new.positions)
             slots.index_copy_(0, new.rows, new.slots)
-            self._shared = (new.shared_rows, new.shared_slots)
         self.copy_blocks(plan.tail_copies.tolist())
 
     def commit(self, walk: Walk) -> None:
@@ -194,7 +192,7 @@ class TreeAttention:
             kv_cache: torch.Tensor,
             slot_mapping: torch.Tensor,
         ) -> None:
-            if self._shared is not None:
+            if self.plan is not None and len(self.plan.rows):
                 rows, slot_mapping = self._all_written(len(key), slot_mapping)
                 key, value = key.index_select(0, rows), value.index_select(0, rows)
             write(layer, key, value, kv_cache, slot_mapping)
@@ -204,14 +202,14 @@ class TreeAttention:
     def _all_written(self, num_rows: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of a step, those of shared ancestors once more, and their slots; for all layers."""
         if self._written is None:
-            assert self._shared is not None
-            shared_rows, shared_slots = self._shared
+            assert self.plan is not None
+            new = on_device(self.plan, slots.device)
             rows = torch.arange(num_rows, device=slots.device)
             # vLLM may pass more slots than rows, or more rows than slots: the shorter counts.
             count = min(num_rows, len(slots))
             self._written = (
-                torch.cat([rows[:count], shared_rows]),
-                torch.cat([slots[:count], shared_slots]),
+                torch.cat([rows[:count], new.shared_rows]),
+                torch.cat([slots[:count], new.shared_slots]),
             )
         return self._written
 
