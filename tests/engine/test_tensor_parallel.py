@@ -147,7 +147,8 @@ def found(
         max_model_len=160,
         max_num_seqs=8,
         max_num_batched_tokens=2048,
-        block_size=32,
+        # The ranks choose one themselves, and the scheduler has to follow.
+        block_size=None if request.param == "models" else 32,
         kv_cache_memory_bytes=32 << 20,
         disable_log_stats=False,
         seed=0,

@@ -151,10 +151,11 @@ CLASSES: tuple[Reads, ...] = (
     Reads(
         "vllm.config.cache",
         "CacheConfig",
-        "a prefill that skips layers knows no virtual requests",
+        "a prefill that skips layers knows no virtual requests; how large a KV block is",
         {
             "kv_sharing_fast_prefill": "bool",
             "block_size": "int",
+            "user_specified_block_size": "bool",
             "num_gpu_blocks_override": "int | None",
         },
     ),

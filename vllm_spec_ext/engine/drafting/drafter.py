@@ -109,7 +109,7 @@ class Drafter:
     @property
     def drafts_trees(self) -> bool:
         """Whether drafts may branch, with the method's options."""
-        return self.info.drafts_trees(self._settings.options)
+        return self._settings.drafts_trees
 
     @property
     def waits_because(self) -> str | None:

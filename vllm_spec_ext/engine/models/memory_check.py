@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.platforms import current_platform
 
 from vllm_spec_ext.engine.models.draft_config import DraftConfig
+from vllm_spec_ext.engine.starting.kv_blocks import expected_block_size
 from vllm_spec_ext.engine.starting.scratch import num_scratch_blocks
 from vllm_spec_ext.errors import SpecExtError
 
@@ -58,7 +59,7 @@ def check_memory(
     """
     if not drafts:
         return
-    block_size = args.block_size or (128 if current_platform.is_cpu() else 16)
+    block_size = expected_block_size(args)
     configs = [target, *(draft.model_config for draft in drafts)]
     each = sum(block_bytes(config, parallel, block_size) for config in configs)
     num_scratch = num_scratch_blocks(tree, num_draft_tokens, args.max_num_seqs or 1, block_size)

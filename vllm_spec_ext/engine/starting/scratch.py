@@ -12,10 +12,10 @@ def num_scratch_blocks(
     """KV blocks for the branches of draft trees, and for what draft models and views read ahead.
 
     A segment of a tree needs one block, two if it crosses a block border, and a tree rarely has
-    more than half as many segments as nodes; with blocks of 128 tokens, as on CPUs, a block for
-    each node would be most of the memory. A chain of a draft model leaves the blocks of its
-    request by at most its length; one request in (block size / length) does so in a step. Where
-    the blocks do not suffice, drafts get smaller.
+    more than half as many segments as nodes; a block for each node would be much of a small KV
+    cache. A chain of a draft model leaves the blocks of its request by at most its length; one
+    request in (block size / length) does so in a step. Where the blocks do not suffice, drafts get
+    smaller.
 
     Args:
         tree: Drafts may have branches.

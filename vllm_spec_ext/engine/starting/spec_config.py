@@ -87,6 +87,11 @@ class MethodSettings(BaseModel):
         """Whether the output is the target's own: method and rule both say so."""
         return registry.info(self.method).lossless and (self.rule is None or self.rule.is_strict)
 
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether drafts may branch, with the method's options."""
+        return registry.info(self.method).drafts_trees(self.options)
+
 
 @config(repr=False)
 class SpecExtConfig(SpeculativeConfig):
@@ -131,6 +136,11 @@ class SpecExtConfig(SpeculativeConfig):
     def rule(self) -> str:
         """The acceptance rule, as metrics name it."""
         return "exact" if self.lossless else str(self.spec_ext.rule)
+
+    @property
+    def needs_scratch_blocks(self) -> bool:
+        """Whether drafts need KV blocks beside those of requests."""
+        return self.spec_ext.drafts_trees or bool(self.draft_models or self.cache_views)
 
     @property
     def reader_names(self) -> list[str]:

@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from vllm_spec_ext.engine.models.draft_checks import windows_of
+from vllm_spec_ext.engine.starting.kv_blocks import expected_block_size
 from vllm_spec_ext.errors import UnsupportedError
 from vllm_spec_ext.proposers.views import ViewSpec
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 PLAIN_DTYPES = ("auto", "float32", "float16", "bfloat16")
-CPU_BLOCK_SIZE = 128  # vLLM's default on CPUs
 
 
 def wanted_views(specs: Sequence[ViewSpec]) -> tuple[ViewSpec, ...]:
@@ -119,7 +119,7 @@ def _key_layout(args: "EngineArgs", model: "ModelConfig") -> Iterator[str]:
         return
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    block_size = args.block_size or CPU_BLOCK_SIZE
+    block_size = expected_block_size(args)
     isa = _get_attn_isa(model.dtype, block_size, model.get_head_size(), "auto")
     if isa != "vec":
         yield (
