@@ -3,8 +3,8 @@
 
 The probability that a candidate is accepted behind an accepted parent is modelled as a logistic sum
 over the sources: each adds the log-odds of its class of evidence (:mod:`.evidence`), none if it has
-nothing to say. So two sources that agree count for more than one, by as much as they turn out to
-deserve, and what each is worth alone can be read off.
+nothing to say, and so does the set of those that agree. So two sources that agree count for more
+than one, by as much as they turn out to deserve.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Calibration:
         from vllm_spec_ext.proposers.candidates import kernels
 
         self._kernels = kernels
-        self.weights = first_log_odds()  # [sources, classes] float64
+        self.weights = first_log_odds()  # [columns, classes] float64
         self._squares = np.full_like(self.weights, _FIRST_SQUARES)
         self.trust = PathTrust()
         self._pending: dict[str, _Pending] = {}
@@ -50,7 +50,7 @@ class Calibration:
 
     def _warm_up(self) -> None:
         """Compile now: a draft of no verified node teaches nothing."""
-        nothing = np.zeros((0, evidence.NUM_SOURCES), np.int16)
+        nothing = np.zeros((0, evidence.NUM_COLUMNS), np.int16)
         self.drafted("", np.zeros(0, np.int32), nothing, np.zeros(0, np.float32))
         self.verified("", 0, ())
         self.forget("")
@@ -67,7 +67,7 @@ class Calibration:
         Args:
             request_id: Whose draft.
             parents: [n], -1 = the root.
-            evidence: [n, sources] classes.
+            evidence: [n, columns] classes.
             said: [n] probability of each path, as the sources say.
         """
         self._pending[request_id] = _Pending(parents, evidence, said)
@@ -106,19 +106,15 @@ class Calibration:
         self.skip(request_id)
         self.trust.forget(request_id)
 
-    def alone(self, source: int) -> NDArray[np.float64]:
-        """[classes] probability of a token of which only one source says anything."""
-        found: NDArray[np.float64] = 1.0 / (1.0 + np.exp(-self.weights[source]))
-        return found
-
 
 def credited(row: NDArray[np.int16], names: Sequence[str]) -> tuple[str, ...]:
     """Names of the sources that named a node.
 
     Args:
-        row: [sources] classes.
+        row: [columns] classes.
         names: Of the sources.
     """
+    places = row[: evidence.NUM_SOURCES].tolist()
     return tuple(
-        name for name, place in zip(names, row.tolist(), strict=True) if 0 < place < evidence.OTHERS
+        name for name, place in zip(names, places, strict=True) if 0 < place < evidence.OTHERS
     )

@@ -4,8 +4,9 @@
 Sources are looked up node by node (the text's own past, earlier answers, recycled rows) or bring a
 small tree of their own (a copy of the input, a trained drafter). Class 0 is "this source has
 nothing to say here", those from :data:`OTHERS` on are "it names other tokens", by how much speaks
-for these. The arithmetic of classes is in
-:mod:`.kernels`, compiled with the search.
+for these. Sources are not independent (a copy of the input is found in the text, too), so which of
+them name a token together is a column of its own. The arithmetic of classes is in :mod:`.kernels`,
+compiled with the search.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ from numpy.typing import NDArray
 
 OWN, ANSWERS, RECYCLED, COPY, DRAFTER = range(5)
 NUM_SOURCES = 5
+TOGETHER = NUM_SOURCES
+"""The column behind those of the sources: 1 + 2**source for each source that names the token."""
+NUM_COLUMNS = NUM_SOURCES + 1
 NAMES = ("own text", "earlier answers", "recycled", "copy")
 """Of the sources in that order; the last one is called what its method is called."""
 

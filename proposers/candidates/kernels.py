@@ -12,6 +12,7 @@ from vllm_spec_ext.proposers.candidates.evidence import (
     ANSWERS,
     COPY,
     LENGTHS,
+    NUM_COLUMNS,
     NUM_PROBS,
     NUM_SHARES,
     NUM_SOURCES,
@@ -19,6 +20,7 @@ from vllm_spec_ext.proposers.candidates.evidence import (
     OWN,
     PROBS,
     RECYCLED,
+    TOGETHER,
 )
 from vllm_spec_ext.proposers.text_index.occurrence_kernels import latest_places
 
@@ -231,6 +233,7 @@ def _find_given(given, which, pointer, token):  # type: ignore[no-untyped-def]
 def _probabilities(classes, count, weights, odds):  # type: ignore[no-untyped-def]
     """Write the probability of each candidate; together at most 1, as one token follows."""
     together = 0.0
+    classes[:count, TOGETHER] = 1
     for source in range(NUM_SOURCES):
         against = 0
         for i in range(count):
@@ -238,12 +241,14 @@ def _probabilities(classes, count, weights, odds):  # type: ignore[no-untyped-de
                 per = NUM_SHARES if source <= ANSWERS else NUM_PROBS
                 against = OTHERS + (classes[i, source] - 1) // per
         for i in range(count):  # a source that names other tokens speaks against this one
-            if classes[i, source] == 0:
+            if classes[i, source] > 0:
+                classes[i, TOGETHER] += 1 << source
+            else:
                 classes[i, source] = against
     for i in range(count):
         log_odds = 0.0
-        for source in range(NUM_SOURCES):
-            log_odds += weights[source, classes[i, source]]
+        for column in range(NUM_COLUMNS):
+            log_odds += weights[column, classes[i, column]]
         odds[i] = 1.0 / (1.0 + np.exp(-log_odds))
         together += odds[i]
     if together > 1.0:
@@ -275,18 +280,18 @@ def grow(  # type: ignore[no-untyped-def]
         group: Whose rows may be seen; below 0 = none.
         given: Tokens, parents and classes of the drafts that sources bring, and where the second
             one begins.
-        weights: [sources, classes] log-odds that each adds; 0 in class 0.
+        weights: [columns, classes] log-odds that each adds; 0 in class 0.
         vocab_size: Larger numbers are no tokens.
         max_ngram: Longest suffix that is looked up.
         room: Most nodes.
         least: Least path probability.
 
     Returns:
-        Parents, tokens, path probabilities, and [n, sources] classes.
+        Parents, tokens, path probabilities, and [n, columns] classes.
     """
     parents, tokens = np.empty(room, np.int32), np.empty(room, np.int32)
     paths, depths = np.empty(room, np.float32), np.empty(room, np.int32)
-    evidence = np.zeros((room, NUM_SOURCES), np.int16)
+    evidence = np.zeros((room, NUM_COLUMNS), np.int16)
     # Of each node, the root last: where its text stood before, and its place in the two drafts.
     places = np.empty((room + 1, 2, _MOST_PLACES), np.int32)
     num_places = np.zeros((room + 1, 2), np.int32)
@@ -294,12 +299,12 @@ def grow(  # type: ignore[no-untyped-def]
     pointers = np.full((room + 1, 2), _NOWHERE, np.int32)
     pointers[room] = -1
     candidates = np.empty(_MOST_CANDIDATES, np.int32)
-    classes = np.empty((_MOST_CANDIDATES, NUM_SOURCES), np.int16)
+    classes = np.empty((_MOST_CANDIDATES, NUM_COLUMNS), np.int16)
     odds = np.empty(_MOST_CANDIDATES, np.float64)
     # Candidates of all nodes that wait for their turn.
     waiting = np.empty(_MOST_WAITING, np.float32)
     waiting_nodes = np.empty((_MOST_WAITING, 2), np.int32)  # parent, token
-    waiting_classes = np.empty((_MOST_WAITING, NUM_SOURCES), np.int16)
+    waiting_classes = np.empty((_MOST_WAITING, NUM_COLUMNS), np.int16)
     num_waiting, num_nodes, node = 0, 0, -1
     while True:
         depth, token, parent = 0, -1, -1
@@ -354,9 +359,9 @@ def learn(  # type: ignore[no-untyped-def]
     A node tells something if its parent was accepted: one of these siblings may be right.
 
     Args:
-        weights, squares: [sources, classes] log-odds, and sums of squared gradients.
+        weights, squares: [columns, classes] log-odds, and sums of squared gradients.
         parents: [n] of the draft.
-        evidence: [n, sources] classes.
+        evidence: [n, columns] classes.
         num_drafted: Nodes that were verified, the first ones.
         accepted: [n] whether each node was.
         rate: Of learning.
@@ -367,13 +372,13 @@ def learn(  # type: ignore[no-untyped-def]
         if parent >= 0 and not accepted[parent]:
             continue
         log_odds = 0.0
-        for source in range(NUM_SOURCES):
-            log_odds += weights[source, evidence[node, source]]
+        for column in range(NUM_COLUMNS):
+            log_odds += weights[column, evidence[node, column]]
         error = 1.0 / (1.0 + np.exp(-log_odds)) - (1.0 if accepted[node] else 0.0)
-        for source in range(NUM_SOURCES):
-            place = evidence[node, source]
+        for column in range(NUM_COLUMNS):
+            place = evidence[node, column]
             if place == 0:
                 continue
-            total = memory * squares[source, place] + error * error
-            squares[source, place] = total
-            weights[source, place] -= rate * error / np.sqrt(total)
+            total = memory * squares[column, place] + error * error
+            squares[column, place] = total
+            weights[column, place] -= rate * error / np.sqrt(total)

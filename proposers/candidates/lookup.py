@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.base import IntArray, NextTokens, RequestStep
-from vllm_spec_ext.proposers.candidates.evidence import NUM_CLASSES, NUM_SOURCES
+from vllm_spec_ext.proposers.candidates.evidence import NUM_CLASSES, NUM_COLUMNS
 from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
 from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT, RecycledRows
 from vllm_spec_ext.proposers.candidates.share_numbers import ShareNumbers
@@ -29,7 +29,7 @@ class Candidates:
     parents: IntArray  # [n]
     tokens: IntArray  # [n]
     paths: NDArray[np.float32]  # [n] probability of each path; never rises
-    evidence: NDArray[np.int16]  # [n, sources] classes
+    evidence: NDArray[np.int16]  # [n, columns] classes
     said: NDArray[np.float32]  # [n] probability of each path, as the sources say
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Lookup:
         rows.find(0, 0, 0)
         given, nothing = NOTHING_GIVEN, self._nothing.arrays
         no_drafts = (given.tokens, given.parents, given.classes, given.second)
-        weights = np.zeros((NUM_SOURCES, NUM_CLASSES))
+        weights = np.zeros((NUM_COLUMNS, NUM_CLASSES))
         args = (self._vocab_size, self._max_ngram, 1, 1.0)
         buffer = np.zeros(2, np.int32)
         self._kernels.grow(buffer, 1, nothing, nothing, rows.table, 0, no_drafts, weights, *args)

@@ -21,7 +21,7 @@ DEPTHS = (1, 2, 4)
 _RATE = 0.3  # of learning; AdaGrad
 _FIRST_SQUARES = 3.0
 _MEMORY = 0.999  # of the sums of squares
-_OWN_RATE, _OWN_MEMORY = 0.5, 0.97  # of what is a request's own
+_OWN_RATE, _OWN_MEMORY = 0.25, 0.97  # of what is a request's own
 
 
 class PathTrust:

@@ -6,13 +6,20 @@ import pytest
 
 from vllm_spec_ext.proposers.candidates import evidence
 from vllm_spec_ext.proposers.candidates.calibration import Calibration
-from vllm_spec_ext.proposers.candidates.evidence import NUM_SOURCES, OTHERS, OWN, RECYCLED
+from vllm_spec_ext.proposers.candidates.evidence import (
+    COPY,
+    NUM_COLUMNS,
+    OTHERS,
+    OWN,
+    RECYCLED,
+    TOGETHER,
+)
 
 HALF = np.full(3, 0.5, np.float32)
 
 
 def chance(calibration: Calibration, classes: dict[int, int]) -> float:
-    row = [classes.get(source, 0) for source in range(NUM_SOURCES)]
+    row = [classes.get(source, 0) for source in range(NUM_COLUMNS)]
     odds = sum(calibration.weights[source, place] for source, place in enumerate(row))
     return float(1 / (1 + np.exp(-odds)))
 
@@ -29,21 +36,20 @@ def test_agreement_is_worth_what_it_turns_out_to_be() -> None:
     rates = (0.3, 0.2, 0.6)
     for _ in range(3000):
         kind = int(random.integers(3))
-        row = np.zeros((1, NUM_SOURCES), np.int16)
+        row = np.zeros((1, NUM_COLUMNS), np.int16)
         for source, place in kinds[kind].items():
             row[0, source] = place
         calibration.drafted("r", np.array([-1], np.int32), row, HALF[:1])
         calibration.verified("r", 1, [0] if random.random() < rates[kind] else [])
     for one, rate in zip(kinds, rates, strict=True):
         assert chance(calibration, one) == pytest.approx(rate, abs=0.1)
-    assert calibration.alone(OWN)[5] == pytest.approx(chance(calibration, {OWN: 5}))
     assert not calibration.weights[:, 0].any()
 
 
 def test_nodes_below_a_rejected_one_teach_nothing() -> None:
     calibration = Calibration()
     before = calibration.weights.copy()
-    classes = np.zeros((3, NUM_SOURCES), np.int16)
+    classes = np.zeros((3, NUM_COLUMNS), np.int16)
     classes[:, OWN] = [3, 4, 5]
     calibration.drafted("r", np.array([-1, 0, 1], np.int32), classes, HALF[:3])
     calibration.verified("r", 3, [0])  # the second is wrong; the third was never asked
@@ -55,7 +61,7 @@ def test_nodes_below_a_rejected_one_teach_nothing() -> None:
 def test_what_the_scheduler_cut_off_teaches_nothing_and_a_request_that_is_gone_neither() -> None:
     calibration = Calibration()
     before = calibration.weights.copy()
-    classes = np.full((2, NUM_SOURCES), 1, np.int16)
+    classes = np.full((2, NUM_COLUMNS), 1, np.int16)
     classes[1] = 2
     calibration.drafted("r", np.array([-1, -1], np.int32), classes, HALF[:2])
     calibration.verified("r", 1, [0])
@@ -77,3 +83,22 @@ def test_every_class_has_a_place_and_words() -> None:
     assert evidence.describe(evidence.COPY, evidence.given_class(0.004, False)) == "first, 0+"
     assert evidence.describe(OWN, OTHERS + 2) == "3 tokens agree, names others"
     assert evidence.describe(RECYCLED, OTHERS + 1) == "1 token, names others"
+
+
+def test_sources_that_only_repeat_each_other_are_told_from_those_that_confirm() -> None:
+    """The same two classes, added up: neither sum of log-odds fits all three rates."""
+    random = np.random.default_rng(0)
+    calibration = Calibration()
+    kinds: tuple[dict[int, int], ...] = (
+        {OWN: 5, TOGETHER: 1 + 2**OWN},
+        {COPY: 5, TOGETHER: 1 + 2**COPY},
+        {OWN: 5, COPY: 5, TOGETHER: 1 + 2**OWN + 2**COPY},
+    )
+    for _ in range(6000):
+        row = np.zeros((1, NUM_COLUMNS), np.int16)
+        for column, place in kinds[int(random.integers(3))].items():
+            row[0, column] = place
+        calibration.drafted("r", np.array([-1], np.int32), row, HALF[:1])
+        calibration.verified("r", 1, [0] if random.random() < 0.7 else [])
+    for one in kinds:
+        assert chance(calibration, one) == pytest.approx(0.7, abs=0.08)

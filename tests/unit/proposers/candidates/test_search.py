@@ -79,8 +79,9 @@ class Definition:
             virtual = index + (path if source == OWN else [])
             said = [virtual[at] for at in places if at < len(virtual) and virtual[at] < VOCAB]
             for token, count in Counter(said).items():
-                row = classes.setdefault(token, [0] * evidence.NUM_SOURCES)
+                row = classes.setdefault(token, [0] * evidence.NUM_SOURCES + [1])
                 row[source] = self.matched(length, count, len(said))
+                row[evidence.TOGETHER] += 2**source
         for source in (OWN, ANSWERS):
             if any(row[source] for row in classes.values()):
                 for row in classes.values():
