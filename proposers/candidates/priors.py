@@ -68,24 +68,13 @@ _NAMES_OTHERS = {
     COPY: (0.07, 0.07),
     DRAFTER: (-1, -1),
 }
-# Which of these sources agree: 2**source for each. With a drafter among them: a guess, 0.
+# Sources that name the token: none of these, own text, answers, both; the same with recycled rows,
+# with a copy, with both of them.
 _TOGETHER = (
-    0,
-    -0.81,
-    -1.42,
-    0.62,
-    -0.9,
-    0.35,
-    0.58,
-    1.46,
-    -1.13,
-    -1.15,
-    0.2,
-    -0.04,
-    0.05,
-    -0.03,
-    1.23,
-    0.83,
+    (0, -0.81, -1.42, 0.62),
+    (-0.9, 0.35, 0.58, 1.46),
+    (-1.13, -1.15, 0.2, -0.04),
+    (0.05, -0.03, 1.23, 0.83),
 )
 
 
@@ -97,5 +86,7 @@ def first_log_odds() -> NDArray[np.float64]:
         found[source, 1 : 1 + len(numbers)] = numbers
         against = _NAMES_OTHERS[source]
         found[source, OTHERS : OTHERS + len(against)] = against
-    found[TOGETHER, 1 : 1 + len(_TOGETHER)] = _TOGETHER
+    without_drafter = np.array(_TOGETHER).ravel()
+    # What a drafter says comes on top, whichever of the others agree: a guess.
+    found[TOGETHER, 1 : 1 + 2 * len(without_drafter)] = np.tile(without_drafter, 2)
     return found
