@@ -90,7 +90,7 @@ DRAFTERS_REACH = {
     "block_chain": Least(2.3, [0.56, 0.36, 0.24, 0.15]),
     "block_tree": Least(2.7, [0.70, 0.48, 0.30, 0.20]),
     "auto": Least(4.5, [0.66, 0.48, 0.38, 0.30]),
-    "auto_with_heads": Least(4.7, [0.66, 0.42, 0.33, 0.26]),
+    "auto_with_heads": Least(4.7, [0.66, 0.40, 0.30, 0.26]),
 }
 REPLAYS_REACH = {
     # Near its end an answer leaves little room for drafts, in replays as in engines.
