@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     request_options=InputCopyRequest,
     num_speculative_tokens=32,
     tree=True,
-    best_for="all kinds of text (where most is copied, input_copy is as fast on a CPU)",
+    best_for="all kinds of text (where most is copied, input_copy is faster on a CPU)",
     cost="tenths of a millisecond a step, and the drafter's pass where it pays",
 )
 class Auto(BaseProposer):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 OWN, ANSWERS, RECYCLED, COPY, DRAFTER = range(5)
 NUM_SOURCES = 5
 TOGETHER = NUM_SOURCES
-"""The column behind those of the sources: 1 + 2**source for each source that names the token."""
+"""The column behind those of the sources: 1, and 2**source for each that names the token."""
 NUM_COLUMNS = NUM_SOURCES + 1
 NAMES = ("own text", "earlier answers", "recycled", "copy")
 """Of the sources in that order; the last one is called what its method is called."""

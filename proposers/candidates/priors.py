@@ -79,7 +79,7 @@ _TOGETHER = (
 
 
 def first_log_odds() -> NDArray[np.float64]:
-    """[sources, classes] what each adds."""
+    """[columns, classes] what each adds."""
     found = np.zeros((NUM_COLUMNS, NUM_CLASSES))
     for source, table in (_MATCHED | _GIVEN).items():
         numbers = np.array(table).ravel()
