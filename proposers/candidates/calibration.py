@@ -21,6 +21,7 @@ from vllm_spec_ext.proposers.candidates.priors import first_log_odds
 _RATE = 0.25  # of learning; AdaGrad
 _FIRST_SQUARES = 2.0  # what the priors count as
 _MEMORY = 0.999  # of the sums of squares: so rates go on to follow the text
+_HOPE = 0.4  # log-odds that a class is given the benefit of, for each unit that its rate still has
 
 Evidence = NDArray[np.int16]
 
@@ -47,6 +48,15 @@ class Calibration:
         self.trust = PathTrust()
         self._pending: dict[str, _Pending] = {}
         self._warm_up()
+
+    @property
+    def hopeful(self) -> NDArray[np.float64]:
+        """[columns, classes] the weights to search with, higher the less a class was tried.
+
+        What looks too unlikely is not drafted, so it could never turn out to be better. An upper
+        bound on what it may deserve has it tried, and falls to the weight with each trial.
+        """
+        return self.weights + (self.weights != 0.0) * (_HOPE / np.sqrt(self._squares))
 
     def _warm_up(self) -> None:
         """Compile now: a draft of no verified node teaches nothing."""

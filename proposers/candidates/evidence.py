@@ -65,21 +65,3 @@ def given_classes(parents: Sequence[int], path_probs: NDArray[np.float32]) -> ND
         conditional = float(path_probs[node]) / above if above > 0.0 else 0.0
         classes[node] = given_class(conditional, parent >= 0)
     return classes
-
-
-def describe(source: int, evidence: int) -> str:
-    """A class in words."""
-    is_matched = source in (OWN, ANSWERS)
-    if evidence >= OTHERS:
-        where, what = evidence - OTHERS, "names others"
-    elif is_matched:
-        where, share = divmod(evidence - 1, NUM_SHARES)
-        what = ("once", ">0.9", ">0.9, often", ">0.6", ">0.3", ">0.1", "<0.1")[share]
-    else:
-        where, place = divmod(evidence - 1, NUM_PROBS)
-        what = f"{(0.0, *PROBS)[place]:g}+"
-    if is_matched:
-        agree = f"{LENGTHS[-1] + 1}+" if where == len(LENGTHS) else f"{LENGTHS[where]}"
-        return f"{agree} tokens agree, {what}"
-    given = ("2 tokens", "1 token") if source == RECYCLED else ("first", "further")
-    return f"{given[where]}, {what}"

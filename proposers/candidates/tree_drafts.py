@@ -81,7 +81,7 @@ class TreeDrafts:
                 earn less than one costs.
             given: Drafts of other sources.
         """
-        tree = lookup.grow(request, self.calibration.weights, _DOUBTFUL * costs.node, given)
+        tree = lookup.grow(request, self.calibration.hopeful, _DOUBTFUL * costs.node, given)
         trust = self.calibration.trust
         paths = trust.corrected(request.request_id, tree.parents, tree.said)
         # A path is never likelier than its beginning, so parents stay before their children.

@@ -3,8 +3,9 @@
 
 Generalized aggressive decoding (Xia et al. 2022, GAD) drafts a block of masks with a bidirectional
 decoder; DFlash (2602.06036) lets its layers attend to the hidden states of a decoder-only target.
-Beyond these, a slot may be filled with a copied token instead of a mask, and a pairwise selector
-makes a slot's candidates depend on the token before, for chains and for trees.
+Beyond these, a slot may be filled with a copied token instead of a mask, a copy that fills the
+block goes on behind it, and a pairwise selector makes a slot's candidates depend on the token
+before, for chains and for trees.
 """
 
 import math
@@ -29,6 +30,8 @@ from vllm_spec_ext.proposers.base import (
     proposer,
 )
 from vllm_spec_ext.proposers.draft_tree import is_branching
+from vllm_spec_ext.proposers.models import SlotHint
+from vllm_spec_ext.proposers.nar.copy_tail import LONGEST, CopyTail, with_tail
 from vllm_spec_ext.proposers.nar.options import NarOptions
 from vllm_spec_ext.proposers.nar.pass_payoff import PassPayoff
 from vllm_spec_ext.proposers.payoff import branches
@@ -65,6 +68,7 @@ class Nar(BaseProposer):
         self._hints: SlotHints | None = None
         self._payoff = NodePayoff()
         self._pass = PassPayoff()
+        self._tail = CopyTail()
         self._first: Version | None = None  # the first that was read, with `online`
 
     @classmethod
@@ -145,30 +149,37 @@ class Nar(BaseProposer):
             return drafts
         for row in rows:
             self._payoff.forget(step.requests[row].request_id)  # a draft that had no outcome
+            self._tail.forget(step.requests[row].request_id)
         confidence = self._confidence(step.min_probability)
         seconds = self._drafter.forward_seconds(len(rows) * (1 + self._num_slots))
         if confidence > 1.0:
             return drafts
         if self._options.adaptive_length and not self._pass.pays(len(rows), seconds):
             return drafts
-        hints = None
+        copies: list[SlotHint | None] = [None] * len(rows)
         if self._hints is not None:
-            hints = [self._hints.of(step.requests[row], self._num_slots) for row in rows]
+            copies = [self._copy(step.requests[row]) for row in rows]
+        shown = [copy and SlotHint(copy.tokens[: self._num_slots], copy.kind) for copy in copies]
         predicted = self._drafter.predict(
-            step.requests, rows, self._num_slots, self._num_candidates, hints
+            step.requests,
+            rows,
+            self._num_slots,
+            self._num_candidates,
+            shown if self._hints is not None else None,
         )
         self._pass.ran(seconds)
         limit = math.log(confidence) if confidence > 0.0 else -math.inf
-        for row, found in zip(rows, predicted, strict=True):
+        for row, found, copy in zip(rows, predicted, copies, strict=True):
             if found is None:
                 continue
             request = step.requests[row]
-            draft = self._draft(request, found, limit)
+            draft = self._draft(request, found, copy, limit)
             if self._options.adaptive_length:
                 draft = branches.without_dear_branches(draft, step, self._payoff.acceptance)
             drafts[row] = draft
             if draft.path_probs is not None and len(draft):
                 self._payoff.drafted(request.request_id, draft.path_probs)
+                self._tail.drafted(request.request_id, draft, self._num_slots)
             if self._hints is not None:
                 self._hints.drafted(request, _first_path(draft))
         return drafts
@@ -177,12 +188,14 @@ class Nar(BaseProposer):
         """Learn how far the drafter's probabilities can be trusted."""
         for outcome in outcomes:
             self._payoff.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
+            self._tail.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
             self._pass.verified(outcome.num_drafted, outcome.num_accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget the outcomes that will not come, and the texts."""
         for request_id in request_ids:
             self._payoff.forget(request_id)
+            self._tail.forget(request_id)
             if self._hints is not None:
                 self._hints.forget(request_id)
 
@@ -193,13 +206,24 @@ class Nar(BaseProposer):
             least = max(least, self._payoff.confidence(min_probability))
         return least
 
-    def _draft(self, request: RequestStep, found: "SlotCandidates", limit: float) -> Draft:
-        if self._options.tree:
-            return self._tree(found.log_probs, found.tokens, request.room, limit)
+    def _copy(self, request: RequestStep) -> SlotHint | None:
+        """What to show the slots of a request, and what follows it, as far as there is room."""
+        assert self._hints is not None
+        behind = max(0, min(request.room - self._num_slots, LONGEST))
+        return self._hints.of(request, self._num_slots + behind)
+
+    def _draft(
+        self, request: RequestStep, found: "SlotCandidates", copy: SlotHint | None, limit: float
+    ) -> Draft:
         if self._options.draw and request.may_be_drawn:
             from vllm_spec_ext.proposers.nar.drawing import drawn_chain
 
             return drawn_chain(request, found, limit, self._vocab_size)
+        if copy is not None and len(found.tokens) == self._num_slots:
+            shown, behind = np.split(copy.tokens, [self._num_slots])
+            found = with_tail(found, shown, behind, self._tail.probability)
+        if self._options.tree:
+            return self._tree(found.log_probs, found.tokens, request.room, limit)
         return self._chain(found, limit)
 
     @staticmethod
@@ -207,7 +231,8 @@ class Nar(BaseProposer):
         from vllm_spec_ext.proposers.nar.tree import best_chain
 
         places, paths = best_chain(found.log_probs)
-        length = int((paths >= limit).sum())  # cumulative log-probabilities only fall
+        # Cumulative log-probabilities only fall; a copy that the chain left goes on nowhere.
+        length = int(((paths >= limit) & (paths > -math.inf)).sum())
         if not length:
             return EMPTY_DRAFT
         tokens = found.tokens[np.arange(length), places[:length]]

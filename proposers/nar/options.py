@@ -28,7 +28,8 @@ class NarOptions(MethodOptions):
 
     copies: bool = True
     """Show slots the tokens that followed the latest place where the end of the text occurred
-    before, if the checkpoint was trained for it; ``false`` leaves masks there."""
+    before, if the checkpoint was trained for it, and go on with them behind a block that holds
+    them; ``false`` leaves masks there."""
 
     min_confidence: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Leave out draft tokens whose path is, to the drafter, less likely than this; 0 keeps all."""

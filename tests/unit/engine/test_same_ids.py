@@ -54,7 +54,7 @@ def test_other_splits_are_found() -> None:
         (False, 8, 64, None, 0),
         (True, 8, 4, None, 16),
         (True, 8, 64, None, 64),
-        (True, 7, 1, None, 4),
+        (True, 7, 1, None, 7),  # one request may draft a tree of nothing but branches
         (False, 4, 8, 32, 8),  # each request leaves its blocks by one block at most
         (False, 20, 2, 16, 4),
         (False, 4, 272, 16, 16 + 64),  # one in four requests leaves its blocks in a step

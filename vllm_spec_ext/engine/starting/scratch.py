@@ -11,11 +11,11 @@ def num_scratch_blocks(
 ) -> int:
     """KV blocks for the branches of draft trees, and for what draft models and views read ahead.
 
-    A segment of a tree needs one block, two if it crosses a block border, and a tree rarely has
-    more than half as many segments as nodes; a block for each node would be much of a small KV
-    cache. A chain of a draft model leaves the blocks of its request by at most its length; one
-    request in (block size / length) does so in a step. Where the blocks do not suffice, drafts get
-    smaller.
+    A segment of a tree needs one block, two if it crosses a block border. Trees of several requests
+    together rarely have more than half as many segments as nodes, and a block for each node would
+    be much of a small KV cache; but one request alone can draft such a tree. A chain of a draft
+    model leaves the blocks of its request by at most its length; one request in (block size /
+    length) does so in a step. Where the blocks do not suffice, drafts get smaller.
 
     Args:
         tree: Drafts may have branches.
@@ -24,7 +24,7 @@ def num_scratch_blocks(
         block_size: Tokens a block, if there are draft models or views.
     """
     few = min(max_num_seqs, MAX_TREES)
-    number = few * -(-num_draft_tokens // 2) if tree else 0
+    number = max(few * -(-num_draft_tokens // 2), num_draft_tokens) if tree else 0
     if block_size is not None:
         number += few * -(-num_draft_tokens // block_size)
         number += -(-(max_num_seqs - few) * num_draft_tokens // block_size)

@@ -80,7 +80,10 @@ def model_card(drafter: NarDrafter, figures: NarFigures) -> str:
         f", **{length:.2f}** with trees of {nodes} nodes"
         for nodes, length in zip(figures.tree_nodes, figures.tree_acceptance_lengths, strict=True)
     )
-    facts = "\n".join(f"- {name}: {value}" for name, value in told.get("data", {}).items())
+    data = "\n".join(f"- {name}: {value}" for name, value in told.get("data", {}).items())
+    for before in reversed(told.get("before", [])):
+        lines = "\n".join(f"- {name}: {value}" for name, value in before.items())
+        data += f"\n\nBefore that:\n\n{lines}"
     listed = config.nar.draft_vocab_size
     drafts = "" if listed is None else f", drafting the {listed:,} most frequent tokens"
     size = sum(p.numel() for p in drafter.parameters())
@@ -112,7 +115,7 @@ each slot's best token. The target itself predicts {figures.target_agreement:.1%
 
 ## Training data
 
-{facts or "- not recorded"}
+{data or "- not recorded"}
 """
 
 

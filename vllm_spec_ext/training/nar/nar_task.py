@@ -31,6 +31,7 @@ from vllm_spec_ext.training.nar.blocks import (
     prefix_shown,
 )
 from vllm_spec_ext.training.nar.evaluate import Drafting, NarFigures, measure_drafter
+from vllm_spec_ext.training.nar.further import check_fits, further_config, take_weights
 from vllm_spec_ext.training.nar.losses import path_weights, slot_logits, slot_losses
 from vllm_spec_ext.training.nar.model import DrafterConfig, NarDrafter
 from vllm_spec_ext.training.nar.pass_batch import (
@@ -79,9 +80,22 @@ class NarTask:
     """A drafter, its target and its data, as the training loop wants them."""
 
     def __init__(
-        self, config: NarTraining, target: Target, data: TokenData, states: HiddenSource
+        self,
+        config: NarTraining,
+        target: Target,
+        data: TokenData,
+        states: HiddenSource,
+        trained: NarDrafter | None = None,
     ) -> None:
-        """Build an untrained drafter and its optimizer; deterministic in ``config.seed``."""
+        """Build an untrained drafter and its optimizer; deterministic in ``config.seed``.
+
+        Args:
+            config: Settings; with ``trained``, of its shape.
+            target: Whose text is drafted.
+            data: Its texts.
+            states: Its hidden states.
+            trained: The finished drafter of ``config.start_from``.
+        """
         self.config, self.target, self.data, self.states = config, target, data, states
         self.split: Split = split_data(data, config.max_length, config.eval_sequences, config.seed)
         self.copies = TextCopies.if_shown(data, config.copy_match, config.slots)
@@ -97,19 +111,14 @@ class NarTask:
             self.copies,
         )
         torch.manual_seed(config.seed)
-        self.drafter = NarDrafter(drafter_config(config, target, data)).to(target.device).train()
-        extras = self.drafter.extras
-        trained = self._start_from_heads()
-        if extras.draft_vocab is not None:
-            listed = None if trained is None else trained.draft_vocab
-            if listed is None or len(listed) != len(extras.draft_vocab):
-                listed = frequent_tokens(
-                    data, self.split.train.tolist(), len(extras.draft_vocab), target.vocab_size
-                )
-            extras.draft_vocab = listed.to(target.device)
-        self.projection = DraftProjection(target, extras.draft_vocab)
-        self.scales = StateScales(self.drafter.config.num_state_units).to(target.device)
+        shape = drafter_config(config, target, data, trained)
+        self.drafter = NarDrafter(shape).to(target.device).train()
+        self.scales = StateScales(shape.num_state_units).to(target.device)
+        self._started_from = trained
+        if trained is None:
+            self._set_draft_vocab(self._start_from_heads())
         self._set_first_weights()
+        self.projection = DraftProjection(target, self.drafter.extras.draft_vocab)
         _drop_out(self.drafter, config.dropout)
         self.modules: dict[str, nn.Module] = {"drafter": self.drafter, "scales": self.scales}
         rate = config.learning_rate
@@ -197,6 +206,8 @@ class NarTask:
         learned = known & listed & ~shown.flatten()
         weight = torch.zeros((), device=states.device)
         selected = step / max(1, self.total_steps - 1)
+        if self._started_from is not None:
+            selected = 1.0  # its selector has learned
 
         def loss_of(piece: Tensor, place: slice) -> tuple[Tensor, Tensor]:
             rows = learned[place].nonzero().squeeze(1)
@@ -270,6 +281,9 @@ class NarTask:
             mask = batch.mask[:, : states.shape[1]].bool().to(states.device)
             mask[:, 0] = False  # many models have states of another size at the first token
             self.scales.get_buffer("scales").copy_(state_scales(states[mask]))
+            if self._started_from is not None:
+                take_weights(self.drafter, self._started_from, self.scales.get_buffer("scales"))
+                return
             ids, whole = batch.token_ids.to(states.device), batch.mask.to(states.device)
             final = self.target.hidden(ids, whole)[whole.bool()]
             set_first_weights(self.drafter, self.target, final)
@@ -285,6 +299,19 @@ class NarTask:
         kept = {n: v for n, v in trained.state_dict().items() if n != "draft_vocab"}
         guesses.heads.load_state_dict(kept)
         return trained
+
+    def _set_draft_vocab(self, heads: BlockwiseHeads | None) -> None:
+        """The heads' tokens, if they are as many; else the most frequent ones of the texts."""
+        extras = self.drafter.extras
+        if extras.draft_vocab is None:
+            return
+        count = len(extras.draft_vocab)
+        listed = None if heads is None else heads.draft_vocab
+        if listed is None or len(listed) != count:
+            listed = frequent_tokens(
+                self.data, self.split.train.tolist(), count, self.target.vocab_size
+            )
+        extras.draft_vocab = listed.to(self.target.device)
 
     def evaluate(self) -> dict[str, float]:
         """Held-out figures under short names, chain only."""
@@ -385,12 +412,30 @@ def heads_config(config: NarTraining, target: Target, data: TokenData) -> HeadsC
     return found.model_copy(update={"draft_vocab_size": None, "training": {}})
 
 
-def drafter_config(config: NarTraining, target: Target, data: TokenData) -> DrafterConfig:
+def drafter_config(
+    config: NarTraining, target: Target, data: TokenData, trained: NarDrafter | None = None
+) -> DrafterConfig:
     """Shape of the drafter, and what it will say about its origin.
 
     Raises:
-        SpecExtError: Layers that the target does not have.
+        SpecExtError: Layers that the target does not have, or a drafter of another target.
     """
+    kept = ("kind", "prompt_files", "num_prompts", "max_new_tokens", "temperature")
+    facts = {
+        "target": config.shown_target,
+        "glancing": config.glancing,
+        "visible_prefix": config.visible_prefix,
+        "warm_start": config.warm_start,
+        "data": {
+            **{name: data.manifest[name] for name in kept if name in data.manifest},
+            "num_tokens": len(data.token_ids),
+            "num_sequences": len(data),
+        },
+    }
+    fingerprint = data.manifest.get("tokenizer_fingerprint")
+    if trained is not None:
+        check_fits(trained.config, config, target, fingerprint)
+        return further_config(trained.config, facts)
     text = target.model.config.get_text_config()
     layers = config.layer_ids(target.num_layers)
     if layers[-1] >= target.num_layers:
@@ -404,8 +449,6 @@ def drafter_config(config: NarTraining, target: Target, data: TokenData) -> Draf
     )
     rope = getattr(text, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") or getattr(text, "rope_theta", None)
-    kept = ("kind", "prompt_files", "num_prompts", "max_new_tokens", "temperature")
-    facts = {name: data.manifest[name] for name in kept if name in data.manifest}
     return DrafterConfig(
         hidden_size=hidden,
         intermediate_size=units,
@@ -429,13 +472,7 @@ def drafter_config(config: NarTraining, target: Target, data: TokenData) -> Draf
             heads=None if config.heads is None else heads_config(config, target, data),
             selector_rank=config.selector_rank,
             draft_vocab_size=config.draft_vocab and min(config.draft_vocab, target.vocab_size),
-            tokenizer_fingerprint=data.manifest.get("tokenizer_fingerprint"),
-            training={
-                "target": config.shown_target,
-                "glancing": config.glancing,
-                "visible_prefix": config.visible_prefix,
-                "warm_start": config.warm_start,
-                "data": {**facts, "num_tokens": len(data.token_ids), "num_sequences": len(data)},
-            },
+            tokenizer_fingerprint=fingerprint,
+            training=facts,
         ),
     )

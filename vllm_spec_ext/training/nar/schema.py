@@ -10,6 +10,14 @@ from pydantic import Field, field_validator, model_validator
 from vllm_spec_ext.training.schema import FREE_TO_CHANGE as ALWAYS_FREE
 from vllm_spec_ext.training.schema import Training
 
+# Settings of a drafter's shape, and of how one is made.
+SHAPE = frozenset(
+    {
+        *("slots", "layers", "ffn", "read_layers", "warm_start", "heads"),
+        *("copy_match", "selector_rank", "draft_vocab", "causal"),
+    }
+)
+
 
 class NarTraining(Training):
     """Settings of ``vllm-spec train nar``."""
@@ -17,6 +25,10 @@ class NarTraining(Training):
     product: ClassVar[str] = "drafter weights"
 
     # The drafter
+    start_from: Path | None = None
+    """Train this finished drafter further, a former run's or a DFlash checkpoint of the target, on
+    other texts or on more. It keeps its shape, so settings of the shape are not given with it."""
+
     slots: int = Field(default=6, ge=1, le=64)
     """Tokens that a block drafts; the checkpoint's ``block_size`` counts the last token, too."""
 
@@ -94,13 +106,19 @@ class NarTraining(Training):
     tree_nodes: list[int] = Field(default_factory=lambda: [12, 32])
     """Node budgets of the draft trees measured at the end."""
 
-    @field_validator("heads")
+    @field_validator("heads", "start_from")
     @classmethod
     def _expand_home(cls, path: Path | None) -> Path | None:
         return None if path is None else Path(os.path.expanduser(path))
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
+        kept = sorted(SHAPE & self.model_fields_set)
+        if self.start_from is not None and kept:
+            raise ValueError(
+                f"{', '.join(kept)}: a drafter that is trained further keeps its own; leave that "
+                "out, or leave out start_from"
+            )
         if self.glancing + self.visible_prefix > 1.0:
             raise ValueError(
                 f"glancing={self.glancing:g} and visible_prefix={self.visible_prefix:g} are parts "

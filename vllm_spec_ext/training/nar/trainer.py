@@ -14,7 +14,7 @@ from vllm_spec_ext.training.draft_vocab import DraftProjection
 from vllm_spec_ext.training.hub import push_to_hub
 from vllm_spec_ext.training.nar.checkpoint import finished, save_drafter
 from vllm_spec_ext.training.nar.evaluate import NarFigures
-from vllm_spec_ext.training.nar.model import NarDrafter
+from vllm_spec_ext.training.nar.further import read_drafter, with_shape_of
 from vllm_spec_ext.training.nar.nar_task import NarTask, StateScales
 from vllm_spec_ext.training.nar.schema import FREE_TO_CHANGE, NarTraining
 from vllm_spec_ext.training.stages import prepare, train
@@ -41,8 +41,12 @@ def train_nar(config: NarTraining, report: Report = print) -> NarFigures | None:
             f"--stage eval measures a finished drafter, and {config.out} holds no {CONFIG_NAME}; "
             "train it first, or give its folder to --out"
         )
+    trained = None
+    if config.start_from is not None:
+        trained = read_drafter(config.start_from)
+        config = with_shape_of(config, trained)
     task = prepare(
-        config, lambda target, data, states: NarTask(config, target, data, states), report
+        config, lambda target, data, states: NarTask(config, target, data, states, trained), report
     )
     if task is None:
         return None
@@ -79,14 +83,7 @@ def _lengths(config: NarTraining, figures: NarFigures) -> str:
 
 
 def _eval_stage(config: NarTraining, task: NarTask, report: Report) -> NarFigures:
-    from safetensors import SafetensorError
-
-    try:
-        drafter = NarDrafter.load(config.out)
-    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
-        raise SpecExtError(
-            f"{config.out} is damaged ({type(error).__name__}: {error}); train it again"
-        ) from error
+    drafter = read_drafter(config.out)
     shape, wanted = drafter.config, task.drafter.config
     for name in ("target_layer_ids", "hidden_size", "vocab_size", "num_state_units"):
         if getattr(shape, name) != getattr(wanted, name):

@@ -105,7 +105,7 @@ def test_a_tree_keeps_its_nodes_and_stands_in_the_order_of_what_they_turned_out_
     drafting = TreeDrafts(("", "", "", "", ""), adaptive_length=True)
     request = RequestStep("r", text, 59, text[-1:].tolist(), 12, share_group=UNSALTED)
     lookup.follow(request)
-    weights = drafting.calibration.weights
+    weights = drafting.calibration.hopeful
     alone = lookup.grow(request, weights, 0.0)
     # First tokens turn out to be wrong, further ones to be right.
     trust = drafting.calibration.trust

@@ -10,9 +10,16 @@ import pytest
 from pydantic import ValidationError
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.base import EngineHandle, RequestStep, StepContext, StepOutcome
+from vllm_spec_ext.proposers.base import (
+    Draft,
+    EngineHandle,
+    RequestStep,
+    StepContext,
+    StepOutcome,
+)
 from vllm_spec_ext.proposers.models import BlockFacts, BlockWeights, SlotCandidates, SlotHint
 from vllm_spec_ext.proposers.nar import Nar
+from vllm_spec_ext.proposers.nar.copy_tail import CopyTail
 from vllm_spec_ext.proposers.nar.options import NarOptions
 
 VOCAB = 50
@@ -189,3 +196,58 @@ def test_a_pass_that_does_not_pay_is_left_out_and_tried_again() -> None:
         drafts = proposer.propose(StepContext([request()], None, 0.001, 1.0))
         proposer.observe([StepOutcome("a", len(drafts[0]), len(drafts[0]))])
     assert len(drafter.calls) >= 19
+
+
+COPIED = RequestStep("a", np.array([1, 3, 5, 8, 9, 8, 7, 1, 3, 5, 8, 9], np.int32), 2, [9], 8)
+# The slots are shown 8 7 1; behind them the copy goes on with 3 5 8 9 8.
+SHOWN = [[2, 8], [7, 4], [1, 6]]
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_copy_that_fills_the_block_goes_on_behind_it(tree: bool) -> None:
+    likely = [[[0.3, 0.6]], [[0.8, 0.1]], [[0.9, 0.05]]]
+    drafter = StandIn(FACTS, SHOWN, likely)
+    proposer = started(drafter, tree=tree, candidates=2)
+    (draft,) = proposer.propose(StepContext([COPIED]))
+    assert drafter.calls[-1][2][0].tokens.tolist() == [8, 7, 1]  # type: ignore[index, union-attr]
+    path = [8, 7, 1, 3, 5, 8, 9, 8]
+    if not tree:
+        assert draft.tokens.tolist() == path
+        assert draft.path_probs is not None
+        assert draft.path_probs[2:5].tolist() == pytest.approx(
+            [0.432, 0.432 * 0.9, 0.432 * 0.81], rel=1e-4
+        )
+    else:  # other branches compete for the nodes: 2 (.3), 2 7 (.24), 2 7 1 (.22)
+        assert draft.tokens.tolist()[:5] == path[:5]
+        assert 2 in draft.tokens.tolist()
+        assert len(draft) == 8
+    short = StepContext([RequestStep("a", COPIED.token_ids, 2, [9], 3)])
+    assert proposer.propose(short)[0].tokens.tolist()[:3] == [8, 7, 1]
+    proposer.finish(["a"])
+    assert len(proposer._tail) == 0
+
+
+def test_a_chain_that_leaves_the_copy_ends_with_the_block() -> None:
+    drafter = StandIn(FACTS, SHOWN, [[[0.3, 0.6]], [[0.8, 0.1]], [[0.05, 0.9]]])
+    (draft,) = started(drafter, candidates=2).propose(StepContext([COPIED]))
+    assert draft.tokens.tolist() == [8, 7, 6]
+    drafter = StandIn(FACTS, [[2, 8], [7, 4], [6, 4]], ALONE)  # 1 is no candidate
+    assert len(started(drafter, candidates=2).propose(StepContext([COPIED]))[0]) == 3
+
+
+def test_how_often_copies_go_on_is_learned() -> None:
+    tail = CopyTail()
+    draft = Draft(np.arange(6, dtype=np.int32))
+    for accepted in ([0, 1, 2, 3], [0, 1], [0, 1, 2]):  # with blocks of 3 slots: 1 of 2, and 0 of 1
+        tail.drafted("a", draft, 3)
+        tail.verified("a", 6, accepted)
+    assert tail.probability == pytest.approx((9 + 1) / (10 + 3), abs=0.01)
+    tail.drafted("a", draft, 3)
+    tail.verified("a", 3, [0, 1, 2])  # the engine verified the block alone
+    assert tail.probability == pytest.approx((9 + 1) / (10 + 3), abs=0.01)
+    tree = Draft(np.arange(5, dtype=np.int32), np.array([-1, -1, 1, 2, 3], np.int32))
+    tail.drafted("b", tree, 3)  # only the last node stands behind the block
+    tail.verified("b", 5, [1, 2, 3, 4])
+    assert tail.probability == pytest.approx((9 + 2) / (10 + 4), abs=0.01)
+    tail.verified("unknown", 1, [])
+    assert len(tail) == 0

@@ -4,6 +4,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from vllm_spec_ext.training.nar.checkpoint import finished
 from vllm_spec_ext.training.nar.model import NarDrafter
 from vllm_spec_ext.training.nar.nar_task import NarTask
 from vllm_spec_ext.training.nar.pass_batch import read_states, slot_states
-from vllm_spec_ext.training.nar.schema import NarTraining
+from vllm_spec_ext.training.nar.schema import SHAPE, NarTraining
 from vllm_spec_ext.training.nar.trainer import main, train_nar
 from vllm_spec_ext.training.shards import (
     TokenSequence,
@@ -287,6 +288,68 @@ def test_evaluation_refuses_another_shape(settings: Settings) -> None:
     weights.write_bytes(weights.read_bytes()[:-9])
     with pytest.raises(SpecExtError, match="is damaged"):
         train_nar(settings(stage="eval"), quiet)
+
+
+def further(settings: Settings, **changes: Any) -> NarTraining:
+    """Settings without those of a shape."""
+    given = settings().model_dump(mode="json", exclude_unset=True)
+    kept = {name: value for name, value in given.items() if name not in SHAPE}
+    return NarTraining.model_validate({**kept, **changes})
+
+
+def test_a_finished_drafter_is_trained_further(settings: Settings, tmp_path: Path) -> None:
+    first = settings(max_steps=40, heads=save_random_heads(tmp_path / "heads"))
+    before = train_nar(first, quiet)
+    assert before is not None
+    begun = further(settings, start_from=first.out, out=tmp_path / "none", max_steps=1)
+    unchanged = train_nar(begun.model_copy(update={"learning_rate": 1e-12}), quiet)
+    assert unchanged is not None
+    assert unchanged.accuracy == before.accuracy  # it starts where the other one ended
+    config = further(settings, start_from=first.out, out=tmp_path / "further", max_steps=80)
+    after = train_nar(config, quiet)
+    assert after is not None
+    assert after.acceptance_length > before.acceptance_length + 0.1
+    one, other = (NarDrafter.load(folder).config for folder in (first.out, config.out))
+    facts = other.nar.training
+    assert replace(one, nar=one.nar.model_copy(update={"training": facts})) == other
+    assert facts["before"] == [one.nar.training["data"]]
+    assert "Before that:" in (config.out / "README.md").read_text()
+    twice = further(settings, start_from=config.out, out=tmp_path / "twice", max_steps=1)
+    train_nar(twice, quiet)
+    assert len(NarDrafter.load(twice.out).config.nar.training["before"]) == 2
+
+
+def test_a_resumed_further_training_equals_an_uninterrupted_one(
+    settings: Settings, tmp_path: Path
+) -> None:
+    train_nar(settings(max_steps=3), quiet)
+    start = settings().out
+    train_nar(further(settings, start_from=start, out=tmp_path / "whole", max_steps=6), quiet)
+    parts = further(settings, start_from=start, out=tmp_path / "parts", max_steps=6, log_every=2)
+
+    def interrupt(line: str) -> None:
+        if line.startswith("step 2/"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_nar(parts, interrupt)
+    train_nar(parts, quiet)
+    whole, resumed = (load_file(tmp_path / run / WEIGHTS_NAME) for run in ("whole", "parts"))
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def test_what_cannot_be_trained_further_is_refused(settings: Settings, tmp_path: Path) -> None:
+    train_nar(settings(max_steps=1), quiet)
+    start = settings().out
+    with pytest.raises(ValueError, match="draft_vocab, slots: a drafter that is trained further"):
+        further(settings, start_from=start, slots=3, draft_vocab=None)
+    with pytest.raises(SpecExtError, match=r"holds no config.json; expected the folder of a"):
+        train_nar(further(settings, start_from=tmp_path / "nothing"), quiet)
+    config = json.loads((start / CONFIG_NAME).read_text())
+    for name, value in (("vocab_size", 47), ("num_target_layers", 9)):
+        (start / CONFIG_NAME).write_text(json.dumps({**config, name: value}))
+        with pytest.raises(SpecExtError, match=rf"has {name} {value}, and .* the target that"):
+            train_nar(further(settings, start_from=start, out=tmp_path / "none"), quiet)
 
 
 def test_uploads_the_finished_folder(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
