@@ -6,6 +6,8 @@ are two cores or more, two parts run at a time, each on cores of its own: most o
 into starting engines, on one core, and engines that share cores wait for each other. Tests of
 engines take longest, so they are several parts; a part's engines are not another's. With ``--step``
 targets of the Makefile are parts, too: the type checker and the documentation use one core each.
+A sixth of the time these cores would wait, for servers to come up and for each other; a third part
+fills it, one that has no engines, in which nothing depends on how long it takes.
 
 Lines are shown as they come, with the part's name in front. What failed is shown again at the end,
 and the last line is pytest's, with the numbers of all parts together. The tests also fail if their
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,14 +53,16 @@ NEXT_TESTS = [
 ENGINE_PARTS = {f"engine {i + 1}": ENGINE_FILES[i::3] for i in range(3)}
 PARTS = {  # those that take longest first, so that both lanes end at about the same time
     "e2e": [name for name in E2E_FILES if name not in RAY_FILES],
-    "ray": RAY_FILES,
     "engine 3": ENGINE_PARTS["engine 3"],
-    "engine 1": ENGINE_PARTS["engine 1"],
-    "unit": ["tests/unit"],
-    "engine v2": ["tests/engine_v2"],  # Triton made visible there changes the V1 runner, too
+    "ray": RAY_FILES,  # behind the first engines of e2e, as both take much memory
     "engine 2": ENGINE_PARTS["engine 2"],
+    "engine v2": ["tests/engine_v2"],  # Triton made visible there changes the V1 runner, too
+    "engine 1": ENGINE_PARTS["engine 1"],
     NEXT: NEXT_TESTS,
+    "unit": ["tests/unit"],
 }
+PATIENT = {"unit"}  # parts that may run in the gaps of others, beside the steps
+GAPS_NICE = 10
 # Of the environment of all parts: where Python may not keep what it compiled, each of some hundred
 # programs compiles this package again.
 COMMON = {"PYTHONDONTWRITEBYTECODE": ""}
@@ -84,6 +88,8 @@ class Part:
     arguments: Sequence[str]
     is_step: bool = False
     """A target of the Makefile: its name is the target, and there are no arguments."""
+    is_patient: bool = False
+    """It may run in the gaps that others leave."""
     lines: list[str] = field(default_factory=list)
     status: int | None = None
     seconds: float = 0.0
@@ -182,20 +188,21 @@ def lanes(cores: Sequence[int], has_gpu: bool) -> list[list[int]]:
 
 
 class Runner:
-    """Runs the parts, in their order, in as many lanes as there are."""
+    """Runs the parts, in their order, in as many lanes as there are, and patient ones in gaps."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self.waiting = deque(parts)
+        self.waiting = list(parts)
+        self._choosing = threading.Lock()
         self._printing = threading.Lock()
         self._stopped = False
         self._running: list[subprocess.Popen[str]] = []
 
     def run(self, cores_of_lanes: Sequence[Sequence[int]]) -> None:
         """Return when all parts have ended; ends them on Ctrl-C."""
-        threads = [
-            threading.Thread(target=self._lane, args=(cores,), daemon=True)
-            for cores in cores_of_lanes
-        ]
+        kinds = [(cores, False) for cores in cores_of_lanes]
+        if len(cores_of_lanes) > 1:
+            kinds.append(([core for cores in cores_of_lanes for core in cores], True))
+        threads = [threading.Thread(target=self._lane, args=kind, daemon=True) for kind in kinds]
         for thread in threads:
             thread.start()
         try:
@@ -207,16 +214,20 @@ class Runner:
                 process.terminate()
             raise
 
-    def _lane(self, cores: Sequence[int]) -> None:
+    def _lane(self, cores: Sequence[int], in_gaps: bool) -> None:
         os.sched_setaffinity(0, cores)  # of this thread, and of the processes that it starts
-        while not self._stopped:
-            try:
-                part = self.waiting.popleft()
-            except IndexError:
-                return
-            self._run_part(part)
+        while not self._stopped and (part := self._next(in_gaps)):
+            self._run_part(part, in_gaps)
 
-    def _run_part(self, part: Part) -> None:
+    def _next(self, in_gaps: bool) -> Part | None:
+        with self._choosing:
+            fitting = [part for part in self.waiting if part.is_patient or not in_gaps]
+            if not fitting:
+                return None
+            self.waiting.remove(fitting[0])
+            return fitting[0]
+
+    def _run_part(self, part: Part, in_gaps: bool) -> None:
         started = time.monotonic()
         paths = os.pathsep.join(filter(None, [BOOT, os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(
@@ -229,6 +240,8 @@ class Runner:
             errors="replace",
         )
         self._running.append(process)
+        if in_gaps:
+            psutil.Process(process.pid).nice(GAPS_NICE)  # and of all that it starts
         for line in process.stdout or ():
             part.lines.append(line.rstrip("\n"))
             with self._printing:
@@ -301,8 +314,11 @@ def main() -> int:
     )
     given, for_pytest = parser.parse_known_args()
     started = time.monotonic()
-    parts = [Part(name, [*folders, *for_pytest]) for name, folders in PARTS.items()]
-    parts += [Part(step, [], is_step=True) for step in given.step]  # short: they fill the gaps
+    parts = [
+        Part(name, [*folders, *for_pytest], is_patient=name in PATIENT)
+        for name, folders in PARTS.items()
+    ]
+    parts += [Part(step, [], is_step=True, is_patient=True) for step in given.step]
     cores = sorted(os.sched_getaffinity(0))
     with Memory() as memory:
         try:

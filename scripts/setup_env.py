@@ -151,7 +151,8 @@ def pip(venv: Path, *arguments: str, may_fail: bool = False) -> bool:
         SetupError: pip failed; its own message is above.
     """
     command = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    options = ["--progress-bar", "off"] if arguments[0] == "install" else []
+    # Bytecode is compiled by all cores afterwards, not by pip with one.
+    options = ["--progress-bar", "off", "--no-compile"] if arguments[0] == "install" else []
     running = subprocess.Popen(
         [*command, *arguments, *options],
         stdout=subprocess.PIPE,
@@ -220,6 +221,17 @@ def remove_cuda_linked(venv: Path) -> None:
         pip(venv, "uninstall", "-y", *foreign)
 
 
+def start_compiling(venv: Path) -> "subprocess.Popen[bytes]":
+    """Compile what is installed and not compiled yet, on all cores; files that are no Python of
+    this version stay as they are, as with pip."""
+    folders = [str(path) for path in venv.glob("lib/python3*/site-packages")]
+    return subprocess.Popen(
+        [str(venv / "bin" / "python"), "-m", "compileall", "-q", "-j", "0", *folders],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 def repair_console_script(venv: Path) -> None:
     """Let ``vllm`` start: its script asks for a distribution that is not called vllm here.
 
@@ -263,7 +275,12 @@ def build(venv: Path, device: str) -> None:
         say(f"{VLLM_GPU} (NVIDIA GPU found)")
         pip(venv, "install", VLLM_GPU)
     say(f"this project in editable mode, with the extras {EXTRAS}")
-    pip(venv, "install", "-e", f"{ROOT}[{EXTRAS}]")
+    compiling = start_compiling(venv)  # while the rest is downloaded
+    try:
+        pip(venv, "install", "-e", f"{ROOT}[{EXTRAS}]")
+    finally:
+        compiling.wait()
+    start_compiling(venv).wait()
     if device == "cpu":
         remove_cuda_linked(venv)
         repair_console_script(venv)

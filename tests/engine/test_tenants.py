@@ -41,6 +41,7 @@ def test_a_salt_separates_and_a_common_salt_helps(
 ) -> None:
     # How much the sources of `auto` are worth is learned from all; it is no text of anybody's.
     monkeypatch.setattr(calibration, "_RATE", 0.0)
+    monkeypatch.setattr(calibration, "_HOPE", 0.0)
     monkeypatch.setattr(path_trust, "_RATE", 0.0)
     engine = make_engine(speculative_config=method)
     alone = fresh(engine, "alice")

@@ -209,6 +209,41 @@ def test_lanes(run_tests: ModuleType, cores: list[int], has_gpu: bool, lanes: ob
     assert run_tests.lanes(cores, has_gpu) == lanes
 
 
+ALONE = """
+import os, time
+def test_order():
+    here = {folder!r}
+    open(os.path.join(here, {name!r}), "w").write(str(os.nice(0)))
+    end = time.monotonic() + 20
+    while not set({others!r}) <= set(os.listdir(here)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert set({others!r}) <= set(os.listdir(here))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has no gaps")
+def test_a_patient_part_runs_beside_two_others(
+    run_tests: ModuleType,
+    outcome: Callable[..., Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    monkeypatch.setattr(run_tests, "PATIENT", {"patient"})
+    monkeypatch.setattr(run_tests.shutil, "which", lambda name: None)
+    names = ["one", "other", "patient"]
+    files = {
+        name: ALONE.format(folder=str(folder), name=name, others=[n for n in names if n != name])
+        for name in names
+    }
+    status, lines = outcome(**files)  # each waits for the two others
+    assert status == 0, lines
+    nice = {name: int((folder / name).read_text()) for name in names}
+    assert nice["one"] == nice["other"] == os.nice(0)
+    assert nice["patient"] == min(19, os.nice(0) + run_tests.GAPS_NICE)
+
+
 def test_every_test_file_is_in_one_part(run_tests: ModuleType) -> None:
     root = SCRIPT.parents[1]
     found = Counter(

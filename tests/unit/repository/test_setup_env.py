@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -76,6 +77,20 @@ def test_cpu_torch_from_pytorchs_index(
     assert pip.packages["torch"] == "2.13.0+cpu"
 
 
+def test_what_is_installed_is_compiled_whatever_the_variables_say(
+    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "one.py").write_text("x = 1\n")
+    (packages / "template.py").write_text("{{ no python }}\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    setup_env.start_compiling(tmp_path).wait()
+    assert [path.name[:4] for path in (packages / "__pycache__").iterdir()] == ["one."]
+
+
 PIP_SAYS = """\
 Looking in indexes: https://pypi.org/simple
 Collecting torch==2.13.0+cpu
@@ -112,7 +127,7 @@ def test_a_log_names_what_takes_long(
     assert setup_env.pip(venv, "install", "torch")
     asked = (venv / "asked").read_text()
     assert asked.startswith("-m pip --disable-pip-version-check install torch")
-    assert "--no-compile" not in asked  # with PYTHONDONTWRITEBYTECODE nothing would be compiled
+    assert "--no-compile" in asked  # all cores compile later
     assert capsys.readouterr().out.splitlines() == [
         "setup:   downloading torch 2.13.0+cpu (190.1 MB)",
         "setup:   using cached numpy 2.2.0 (16 MB)",
