@@ -267,7 +267,10 @@ def test_a_request_with_a_gap_gets_no_drafts_and_others_do() -> None:
 
 
 @pytest.mark.parametrize(("may_wait", "passes"), [(True, 3), (False, 20)])
-def test_steps_without_drafts_share_a_pass(may_wait: bool, passes: int) -> None:
+def test_steps_without_drafts_share_a_pass(
+    monkeypatch: pytest.MonkeyPatch, may_wait: bool, passes: int
+) -> None:
+    monkeypatch.setattr(module, "_MOST_WAITING", 7)
     toy = with_states()
     model = BlockModel(
         "toy", toy, BlockSettings(BlockFacts(SLOTS), MASK, False, VOCAB), 64, may_wait=may_wait

@@ -4,7 +4,7 @@
 Its KV of position i is made of the target's hidden state of token i, so it exists as soon as the
 target has read that token, and that state is there in that step alone. So all rows of all requests
 are written, drafts or not; a request that lacks some gets no drafts. Where nothing is drafted the
-states of a few steps wait, and their KV is made at once, before anybody drafts or blocks change
+states of some steps wait, and their KV is made at once, before anybody drafts or blocks change
 hands: a pass over few rows takes as long as one over many. The rows of a
 block lie behind the context and are never kept: the next step writes the context there.
 """
@@ -65,7 +65,7 @@ class BlockSettings:
     num_ids: int  # its vocabulary
 
 
-_MOST_WAITING = 7  # steps
+_MOST_WAITING = 256  # rows; a model of 7B has 40 kB of states for each
 
 
 class BlockModel:
@@ -103,7 +103,7 @@ class BlockModel:
         self._rows: Mapping[str, BatchRow] = {}
         self._is_written = False
         self._may_wait = may_wait
-        self._num_waiting = 0  # steps
+        self._num_waiting = 0  # rows
 
     # -- the engine's side ------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class BlockModel:
     def _write(self, plan: ContextRows, wait: bool = False) -> float:
         """Seconds that it took."""
         started = time.perf_counter()
-        self._num_waiting = self._num_waiting + 1 if wait else 0
+        self._num_waiting = self._num_waiting + len(plan.positions) if wait else 0
         try:
             self._runner.write_context(plan, wait)
         except BaseException:
