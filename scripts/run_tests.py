@@ -50,6 +50,12 @@ NEXT_TESTS = [
         "late_tables.py::test_sampling_grammars_and_penalties_together",
     )
 ]
+UNIT_ENTRIES = sorted(
+    str(p.relative_to(ROOT))
+    for p in (ROOT / "tests" / "unit").iterdir()
+    if p.name.startswith("test_") or (p.is_dir() and any(p.rglob("test_*.py")))
+)
+UNIT_PARTS = {f"unit {i + 1}": UNIT_ENTRIES[i::3] for i in range(3)}
 ENGINE_PARTS = {f"engine {i + 1}": ENGINE_FILES[i::3] for i in range(3)}
 PARTS = {  # those that take longest first, so that both lanes end at about the same time
     "e2e": [name for name in E2E_FILES if name not in RAY_FILES],
@@ -59,9 +65,9 @@ PARTS = {  # those that take longest first, so that both lanes end at about the 
     "engine v2": ["tests/engine_v2"],  # Triton made visible there changes the V1 runner, too
     "engine 1": ENGINE_PARTS["engine 1"],
     NEXT: NEXT_TESTS,
-    "unit": ["tests/unit"],
+    **UNIT_PARTS,
 }
-PATIENT = {"unit"}  # parts that may run in the gaps of others, beside the steps
+PATIENT = {*UNIT_PARTS}  # parts that may run in the gaps of others, beside the steps
 GAPS_NICE = 10
 # Of the environment of all parts: where Python may not keep what it compiled, each of some hundred
 # programs compiles this package again.
@@ -241,7 +247,8 @@ class Runner:
         )
         self._running.append(process)
         if in_gaps:
-            psutil.Process(process.pid).nice(GAPS_NICE)  # and of all that it starts
+            # And all that it starts.
+            psutil.Process(process.pid).nice(max(GAPS_NICE, os.nice(0)))
         for line in process.stdout or ():
             part.lines.append(line.rstrip("\n"))
             with self._printing:

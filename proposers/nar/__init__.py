@@ -3,9 +3,9 @@
 
 Generalized aggressive decoding (Xia et al. 2022, GAD) drafts a block of masks with a bidirectional
 decoder; DFlash (2602.06036) lets its layers attend to the hidden states of a decoder-only target.
-Beyond these, a slot may be filled with a copied token instead of a mask, a copy that fills the
-block goes on behind it, and a pairwise selector makes a slot's candidates depend on the token
-before, for chains and for trees.
+Beyond these, a slot may be filled with a copied token instead of a mask, copies go on behind the
+block, and a pairwise selector makes a slot's candidates depend on the token before, for chains and
+for trees.
 """
 
 import math

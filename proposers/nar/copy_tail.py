@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths that go on behind the block: where all slots hold what was copied, the copy goes on.
+"""Paths that go on behind the block: where the last slot holds what was copied, the copy goes on.
 
 A block has as many slots as the drafter was trained with. Text that repeats repeats for longer, and
 the tokens behind the block are known without a pass.
@@ -23,7 +23,7 @@ _PRIOR, _STRENGTH = 0.9, 10.0  # of copied tokens that are right behind a right 
 def with_tail(
     found: SlotCandidates, shown: IntArray, behind: IntArray, probability: float
 ) -> SlotCandidates:
-    """More slots, which hold the copy alone, and only behind a block that is copied whole.
+    """More slots, which hold the copy alone, and only behind the copied token in the last slot.
 
     Args:
         found: Of the block's slots.
