@@ -156,16 +156,13 @@ class Nar(BaseProposer):
             return drafts
         if self._options.adaptive_length and not self._pass.pays(len(rows), seconds):
             return drafts
-        copies: list[SlotHint | None] = [None] * len(rows)
+        copies = [self._copy(step.requests[row]) for row in rows]
+        hints = None
         if self._hints is not None:
-            copies = [self._copy(step.requests[row]) for row in rows]
-        shown = [copy and SlotHint(copy.tokens[: self._num_slots], copy.kind) for copy in copies]
+            shown = slice(self._num_slots)
+            hints = [copy and SlotHint(copy.tokens[shown], copy.kind) for copy in copies]
         predicted = self._drafter.predict(
-            step.requests,
-            rows,
-            self._num_slots,
-            self._num_candidates,
-            shown if self._hints is not None else None,
+            step.requests, rows, self._num_slots, self._num_candidates, hints
         )
         self._pass.ran(seconds)
         limit = math.log(confidence) if confidence > 0.0 else -math.inf
@@ -208,7 +205,8 @@ class Nar(BaseProposer):
 
     def _copy(self, request: RequestStep) -> SlotHint | None:
         """What to show the slots of a request, and what follows it, as far as there is room."""
-        assert self._hints is not None
+        if self._hints is None:
+            return None
         behind = max(0, min(request.room - self._num_slots, LONGEST))
         return self._hints.of(request, self._num_slots + behind)
 

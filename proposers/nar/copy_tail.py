@@ -16,7 +16,7 @@ from vllm_spec_ext.proposers.draft_tree import node_depths, parents_of
 from vllm_spec_ext.proposers.models import SlotCandidates
 
 LONGEST = 32  # tokens behind a block
-_MEMORY = 0.99  # what remains of the past after one more draft with such nodes
+_MEMORY = 0.99  # what remains of the past after one more such node
 _PRIOR, _STRENGTH = 0.9, 10.0  # of copied tokens that are right behind a right one
 
 

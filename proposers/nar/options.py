@@ -20,8 +20,8 @@ class NarOptions(MethodOptions):
     nodes. ``false`` drafts the chain of likeliest tokens."""
 
     slots: int | None = Field(default=None, ge=1)
-    """Masks of a block, so the longest path of a draft; ``null`` takes as many as the checkpoint
-    was trained with, at most ``num_speculative_tokens``."""
+    """Masks of a block, so the longest path of a draft but for ``copies`` behind it; ``null`` takes
+    as many as the checkpoint was trained with, at most ``num_speculative_tokens``."""
 
     candidates: int = Field(default=16, ge=1, le=64)
     """Tokens of each slot that a tree, a draw or a pairwise selector chooses from."""
