@@ -15,6 +15,7 @@ processes together ever take more than :data:`MOST_MEMORY_GIB`.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -156,8 +157,10 @@ class Part:
 class Memory:
     """Watches what this process and all below it hold."""
 
-    def __init__(self) -> None:
-        self.peak_bytes = 0
+    def __init__(self, runner: "Runner") -> None:
+        self.peak = Counter[str]()
+        """Bytes by part, when all together held most."""
+        self._runner = runner
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -171,18 +174,24 @@ class Memory:
 
     def _watch(self) -> None:
         while not self._ended.wait(SAMPLE_S):
-            self.peak_bytes = max(self.peak_bytes, self.now_bytes())
+            self.sample()
 
-    @staticmethod
-    def now_bytes() -> int:
-        """Resident memory; pages that several processes share count once each."""
-        total, this = 0, psutil.Process()
-        for process in (this, *this.children(recursive=True)):
-            try:
-                total += process.memory_info().rss
-            except psutil.Error:  # it has just ended
-                continue
-        return total
+    def sample(self) -> None:
+        """Look at all processes; who shares which pages is asked only where it may be a peak."""
+        resident = sum(self._by_part("memory_info", "rss").values())
+        if resident > self.peak.total():
+            self.peak = max(self.peak, self._by_part("memory_full_info", "pss"), key=Counter.total)
+
+    def _by_part(self, how: str, what: str) -> Counter[str]:
+        """Bytes of the processes of each part, and of this one."""
+        found = Counter[str]()
+        for number, name in [(os.getpid(), ""), *self._runner.running().items()]:
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                process = psutil.Process(number)
+                for each in [process, *(process.children(recursive=True) if name else [])]:
+                    with contextlib.suppress(psutil.Error):
+                        found[name] += getattr(getattr(each, how)(), what)
+        return found
 
 
 def lanes(cores: Sequence[int], has_gpu: bool) -> list[list[int]]:
@@ -201,7 +210,7 @@ class Runner:
         self._choosing = threading.Lock()
         self._printing = threading.Lock()
         self._stopped = False
-        self._running: list[subprocess.Popen[str]] = []
+        self._running: dict[int, tuple[Part, subprocess.Popen[str]]] = {}  # by process id
 
     def run(self, cores_of_lanes: Sequence[Sequence[int]]) -> None:
         """Return when all parts have ended; ends them on Ctrl-C."""
@@ -216,9 +225,13 @@ class Runner:
                 thread.join()
         except BaseException:
             self._stopped = True
-            for process in self._running:
+            for _, process in [*self._running.values()]:
                 process.terminate()
             raise
+
+    def running(self) -> dict[int, str]:
+        """Names of the parts that run now, by process."""
+        return {number: part.name for number, (part, _) in [*self._running.items()]}
 
     def _lane(self, cores: Sequence[int], in_gaps: bool) -> None:
         os.sched_setaffinity(0, cores)  # of this thread, and of the processes that it starts
@@ -245,7 +258,7 @@ class Runner:
             text=True,
             errors="replace",
         )
-        self._running.append(process)
+        self._running[process.pid] = part, process
         if in_gaps:
             # And all that it starts.
             psutil.Process(process.pid).nice(max(GAPS_NICE, os.nice(0)))
@@ -254,15 +267,16 @@ class Runner:
             with self._printing:
                 print(f"{part.name:>9} | {part.lines[-1]}", flush=True)
         part.status = process.wait()
+        del self._running[process.pid]
         part.seconds = time.monotonic() - started
 
 
-def report(parts: Sequence[Part], peak_bytes: int, seconds: float) -> tuple[list[str], bool]:
+def report(parts: Sequence[Part], peak: Counter[str], seconds: float) -> tuple[list[str], bool]:
     """What stands at the end.
 
     Args:
         parts: All of them, ended.
-        peak_bytes: Memory of all processes together.
+        peak: Bytes by part, when all processes together held most.
         seconds: Of the whole.
 
     Returns:
@@ -276,11 +290,12 @@ def report(parts: Sequence[Part], peak_bytes: int, seconds: float) -> tuple[list
         if len(traces) > SHOWN_AGAIN:
             lines.append(f"{part.name}: {len(traces) - SHOWN_AGAIN} lines more are further up")
         lines += traces[-SHOWN_AGAIN:]
-    peak = f"{peak_bytes / GIB:.1f} GiB"
+    held = ", ".join(f"{name} {size / GIB:.1f}" for name, size in peak.most_common() if name)
+    most = f"{peak.total() / GIB:.1f} GiB"
     errors = [f"ERROR {part.name}: {part.problem}" for part in parts if part.problem]
-    if peak_bytes > MOST_MEMORY_GIB * GIB:
+    if peak.total() > MOST_MEMORY_GIB * GIB:
         errors.append(
-            f"ERROR memory: the tests took {peak} at once, expected at most "
+            f"ERROR memory: the tests took {most} at once, expected at most "
             f"{MOST_MEMORY_GIB:g} GiB: which engines live longer than they are needed?"
         )
     lines += [line for part in parts for line in part.failures()]
@@ -290,7 +305,7 @@ def report(parts: Sequence[Part], peak_bytes: int, seconds: float) -> tuple[list
     for part in parts:
         outcome = part.problem or part.closing or ("passed" if part.is_step else "no tests ran")
         lines.append(f"{part.name}: {outcome} ({part.seconds:.0f} s)")
-    lines.append(f"memory: at most {peak} at once, all processes together")
+    lines.append(f"memory: at most {most} at once ({held})")
     lines.append(f" {_in_words(counts) or 'no tests ran'} in {seconds:.2f}s ".center(80, "="))
     return lines, not errors and all(part.passed for part in parts)
 
@@ -327,13 +342,14 @@ def main() -> int:
     ]
     parts += [Part(step, [], is_step=True, is_patient=True) for step in given.step]
     cores = sorted(os.sched_getaffinity(0))
-    with Memory() as memory:
+    runner = Runner(parts)
+    with Memory(runner) as memory:
         try:
-            Runner(parts).run(lanes(cores, has_gpu=shutil.which("nvidia-smi") is not None))
+            runner.run(lanes(cores, has_gpu=shutil.which("nvidia-smi") is not None))
         except KeyboardInterrupt:
             return 130
     seconds = time.monotonic() - started
-    lines, passed = report(parts, memory.peak_bytes, seconds)
+    lines, passed = report(parts, memory.peak, seconds)
     print("\n".join(lines), flush=True)
     return 0 if passed else 1
 

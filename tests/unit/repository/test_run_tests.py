@@ -104,7 +104,7 @@ def test_all_pass(outcome: Callable[..., Outcome]) -> None:
     assert status == 0
     assert lines[-1].startswith("=====")
     assert " 4 passed in " in lines[-1]
-    assert re.fullmatch(r"memory: at most \d+\.\d GiB at once, all processes together", lines[-2])
+    assert re.fullmatch(r"memory: at most \d+\.\d GiB at once \(.+\)", lines[-2])
     assert lines[-3].startswith("other: 2 passed (")
     assert any(line.startswith("      one | ") and "test_one.py .." in line for line in lines)
 
@@ -151,6 +151,30 @@ def test_too_much_memory_fails(
     assert status == 1
     assert any(line.startswith("ERROR memory: the tests took ") for line in lines)
     assert " 2 passed, 1 error in " in lines[-1]
+
+
+HOLDING = """
+import mmap, os, time
+def test_holds():
+    size = 200 << 20
+    shared = mmap.mmap(-1, size)  # of this process and its child
+    shared[::4096] = b"x" * (size // 4096)
+    child = os.fork()
+    if not child:
+        assert shared[::4096].count(b"x") == size // 4096
+        time.sleep(1)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_memory_of_each_part_is_told_and_shared_pages_count_once(
+    outcome: Callable[..., Outcome],
+) -> None:
+    _, lines = outcome(one=HOLDING)
+    found = re.search(r"at once \(one (\d\.\d)\)", lines[-2])
+    assert found, lines[-2]
+    assert 0.2 <= float(found[1]) <= 0.3  # each of the two processes has 0.2 GiB of it
 
 
 def test_steps_of_make_run_beside_the_tests(
