@@ -57,6 +57,15 @@ class Step:
             states=[state_of(request_id) for request_id in request_ids],
         )
 
+    def find_drafts(self) -> None:
+        """Put in the tokens: an asynchronous scheduler knows only how many there are, all -1."""
+        drafts = []
+        for state, scheduled in zip(self.states, self.drafts, strict=True):
+            waiting = state.draft if scheduled else None
+            tokens = [] if waiting is None else waiting.tokens[: len(scheduled)]
+            drafts.append([*tokens, *[-1] * (len(scheduled) - len(tokens))])
+        self.drafts = drafts
+
     @cached_property
     def parents(self) -> list[list[int] | None]:
         """Parents of the scheduled nodes of each draft with branches; None of others.

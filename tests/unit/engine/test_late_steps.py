@@ -45,17 +45,11 @@ class Runner:
         self.drafter = SimpleNamespace(counts=WorkerCounts())
         self.spec_requests = KnownRequests()
         self.spec_requests.schedule(scheduled([new(name, [1, 2], 2, [0]) for name in names], {}))
-        self.spec_step = Step(tuple(names), [[-1] * 3 for _ in names], [4] * len(names))
+        states: list[Any] = [SimpleNamespace(draft=None) for _ in names]
+        drafts = [[-1] * 3 for _ in names]
+        self.spec_step = Step(tuple(names), drafts, [4] * len(names), states=states)
         self.step_drafts = self
         self.made: list[tuple[Step, list[list[int]]]] = []
-
-    def find_drafts(self, step: Step) -> None:
-        """They are found where requests are known."""
-        assert all(
-            name in self.spec_requests
-            for name, d in zip(step.request_ids, step.drafts, strict=True)
-            if d
-        )
 
     def make(self, step: Step, new_tokens: list[list[int]], *_: Any) -> None:
         self.made.append((step, new_tokens))

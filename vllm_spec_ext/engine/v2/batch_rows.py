@@ -3,11 +3,28 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
 from vllm_spec_ext.engine.models.target_states import state_rows
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.v2.known_requests import KnownRequests
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import BatchReqState
+    from vllm.v1.worker.gpu.states import RequestState
+
+
+def computed_tokens(
+    known: KnownRequests, states: "RequestState", batch: "BatchReqState"
+) -> list[int]:
+    """Tokens of each request whose KV the target has before the step."""
+    computed: list[int] = states.num_computed_tokens_np[batch.idx_mapping_np].tolist()
+    for row, request_id in enumerate(batch.req_ids):
+        # All but the last token, whatever the scheduler believed of the step before.
+        if not batch.is_prefilling_np[row]:
+            computed[row] = known.num_tokens(request_id) - 1
+    return computed
 
 
 def batch_rows(

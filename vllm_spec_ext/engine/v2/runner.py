@@ -9,7 +9,6 @@ extends (vLLM 0.32 ``v1/worker/gpu/model_runner.py``). The V1 runner has its own
 import time
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
 from vllm_spec_ext.engine.drafting.drafter import Drafter
@@ -25,7 +24,7 @@ from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.attention import TreeAttention
 from vllm_spec_ext.engine.trees.plan import RequestRows
-from vllm_spec_ext.engine.v2.batch_rows import batch_rows
+from vllm_spec_ext.engine.v2.batch_rows import batch_rows, computed_tokens
 from vllm_spec_ext.engine.v2.full_graphs import no_trees_reason
 from vllm_spec_ext.engine.v2.known_requests import KnownRequests
 from vllm_spec_ext.engine.v2.late_tables.late_steps import LateSteps
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
     from vllm.v1.worker.gpu.block_table import BlockTables
-    from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import (
         BatchReqState,
         ExecuteModelState,
@@ -87,9 +85,10 @@ class SpecRunnerV2Mixin:
         self.drafter = Drafter(self.vllm_config)
         self.speculator = HostSpeculator(self.req_states.draft_tokens)
         self._vllm_draft_tokens = self.draft_tokens_handler
-        self.draft_tokens_handler = self._host_draft_tokens = HostDraftTokens()
         self.is_warming_up = False
         self.is_async = bool(self.vllm_config.scheduler_config.async_scheduling)
+        self._host_draft_tokens = HostDraftTokens(self.req_states.draft_tokens, self.is_async)
+        self.draft_tokens_handler = self._host_draft_tokens
         self.late_steps: LateSteps | None = None  # if drafts are looked up on the device
         self.spec_requests = KnownRequests()
         self.spec_step = Step()
@@ -184,31 +183,13 @@ class SpecRunnerV2Mixin:
             return state, uniform_tokens
         self.spec_step = Step.of(state.req_ids, scheduler_output, self._step_started, self.state_of)
         if self.is_async and self.late_steps is None:
-            self.find_drafts(self.spec_step)
-        self._computed = self._computed_tokens(state)
+            self.spec_step.find_drafts()
+        self._computed = computed_tokens(self.spec_requests, self.req_states, state)
         if self.tree_attention is not None:
             self._lay_out_trees(self.tree_attention)
             if self.tree_attention.plan is not None:
                 uniform_tokens = None
         return state, uniform_tokens
-
-    def find_drafts(self, step: Step) -> None:
-        """The asynchronous scheduler knows only how many tokens were drafted; so many are -1."""
-        drafts = []
-        for state, scheduled in zip(step.states, step.drafts, strict=True):
-            waiting = state.draft if scheduled else None
-            tokens = [] if waiting is None else waiting.tokens[: len(scheduled)]
-            drafts.append([*tokens, *[-1] * (len(scheduled) - len(tokens))])
-        step.drafts = drafts
-
-    def _computed_tokens(self, state: "BatchReqState") -> list[int]:
-        """Tokens of each request whose KV the target has before the step."""
-        computed = self.req_states.num_computed_tokens_np[state.idx_mapping_np].tolist()
-        for row, request_id in enumerate(state.req_ids):
-            # All but the last token, whatever the scheduler believed of the step before.
-            if not state.is_prefilling_np[row]:
-                computed[row] = self.spec_requests.num_tokens(request_id) - 1
-        return computed
 
     def _lay_out_trees(self, trees: TreeAttention) -> None:
         step, start, requests = self.spec_step, 0, []
@@ -257,33 +238,9 @@ class SpecRunnerV2Mixin:
             drafts = self.step_drafts.make(
                 self.spec_step, new_tokens, hidden, state.num_spec_tokens_to_schedule
             )
-        self._hand_over(batch, drafts, new_tokens, state.num_spec_tokens_to_schedule)
+        scheduled = state.num_spec_tokens_to_schedule
+        self._host_draft_tokens.hand_over(batch, drafts, new_tokens, scheduled)
         return put_news(result, self.drafter.counts)
-
-    def _hand_over(
-        self,
-        batch: "InputBatch",
-        drafts: list[list[int]],
-        new_tokens: list[list[int]],
-        num_scheduled: int,
-    ) -> None:
-        """Drafts go to the device, where the next step reads them, and to the scheduler.
-
-        The asynchronous scheduler has every request draft as many tokens: short drafts are filled
-        up with the last token, which is verified as no draft.
-        """
-        from vllm.utils.torch_utils import async_tensor_h2d  # patched by vLLM's CPU worker
-
-        waiting = self.req_states.draft_tokens
-        rows = [
-            [*draft, *(new[-1:] or [0]) * (waiting.shape[1] - len(draft))]
-            for draft, new in zip(drafts, new_tokens, strict=True)
-        ]
-        on_device = async_tensor_h2d(np.array(rows, np.int64), device=self.device)
-        waiting.index_copy_(0, batch.idx_mapping, on_device)
-        if self.is_async:
-            drafts = [row[:num_scheduled] for row in rows]
-        self._host_draft_tokens.keep(batch.req_ids, drafts)
 
 
 def specialise(runner: "GPUModelRunner | SpecRunnerV2Mixin") -> None:

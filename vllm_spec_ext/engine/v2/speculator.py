@@ -6,8 +6,10 @@ that. So the speculator returns what is there already, and the drafts are writte
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
@@ -43,19 +45,52 @@ class HostSpeculator(BaseSpeculator):
 
 
 class HostDraftTokens:
-    """Tells the scheduler the drafts, each as long as it is (vLLM 0.32 ``DraftTokensHandler``)."""
+    """Gives drafts to the next step, in the place of vLLM 0.32 ``DraftTokensHandler``."""
 
-    def __init__(self) -> None:
-        """Nothing was drafted yet."""
+    def __init__(self, draft_tokens: torch.Tensor, is_async: bool) -> None:
+        """Nothing was drafted yet.
+
+        Args:
+            draft_tokens: [max_num_reqs, k] int64 of vLLM's ``RequestState``.
+            is_async: The scheduler has every request draft as many tokens.
+        """
+        from vllm.utils.torch_utils import async_tensor_h2d  # patched by vLLM's CPU worker
+
+        self._upload = partial(async_tensor_h2d, device=draft_tokens.device)
+        self._draft_tokens, self._is_async = draft_tokens, is_async
         self._request_ids: Sequence[str] = ()
         self._drafts: Sequence[Sequence[int]] = ()
 
     def set_draft_tokens(self, input_batch: "InputBatch", draft_tokens: torch.Tensor) -> None:
         """Called before ours are there."""
 
-    def keep(self, request_ids: Sequence[str], drafts: Sequence[Sequence[int]]) -> None:
-        """The drafts of a step, in batch order."""
-        self._request_ids, self._drafts = request_ids, drafts
+    def hand_over(
+        self,
+        batch: "InputBatch",
+        drafts: Sequence[Sequence[int]],
+        new_tokens: Sequence[Sequence[int]],
+        num_scheduled: int,
+    ) -> None:
+        """Drafts go to the device, where the next step reads them, and to the scheduler.
+
+        For an asynchronous one short drafts are filled up with the last token, which is verified as
+        no draft.
+
+        Args:
+            batch: The step's.
+            drafts: Of each of its requests.
+            new_tokens: Of each in this step.
+            num_scheduled: That each drafts if the scheduler is asynchronous.
+        """
+        width = self._draft_tokens.shape[1]
+        rows = [
+            [*draft, *(new[-1:] or [0]) * (width - len(draft))]
+            for draft, new in zip(drafts, new_tokens, strict=True)
+        ]
+        on_device = self._upload(np.array(rows, np.int64))
+        self._draft_tokens.index_copy_(0, batch.idx_mapping, on_device)
+        self._request_ids = batch.req_ids
+        self._drafts = [row[:num_scheduled] for row in rows] if self._is_async else drafts
 
     def get_draft_tokens(self) -> DraftTokenIds:
         """Those of the last step."""

@@ -87,7 +87,7 @@ class LateSteps:
             if number is None or runner.spec_requests.number(name) != number:
                 new_tokens[row], drafts[row] = [], []  # it left while the step ran
         step.drafts = drafts
-        runner.find_drafts(step)
+        step.find_drafts()
         names = [name for name, tokens in zip(step.request_ids, new_tokens, strict=True) if tokens]
         runner.spec_requests.append(names, filter(None, new_tokens))
         nothing = torch.empty(0, 0)  # hidden states: no method that drafts late needs any
