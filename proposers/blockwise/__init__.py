@@ -184,10 +184,10 @@ class Blockwise(BaseProposer):
         if confidence > 1.0:
             return drafts
         with torch.inference_mode():
-            logits = self._head_logits(step, rows)
+            logits, shown = self._head_logits(step, rows)
             if logits is None:
                 return drafts
-            tokens, log_probs = self._candidates(logits, confidence > 0.0)
+            tokens, log_probs = self._candidates(logits, shown, confidence > 0.0)
         limit = math.log(confidence) if confidence > 0.0 else -math.inf
         for i, row in enumerate(rows):
             request = step.requests[row]
@@ -196,7 +196,8 @@ class Blockwise(BaseProposer):
                 if self._options.adaptive_length:
                     draft = branches.without_dear_branches(draft, step, self._payoff.acceptance)
             elif self._options.draw and request.may_be_drawn:
-                draft = self._drawn(logits[i], request, confidence)
+                own = None if shown is None else shown[i]
+                draft = self._drawn(logits[i], own, request, confidence)
             else:
                 draft = self._chain(log_probs[i, :, 0], tokens[i, :, 0], request.room, limit)
             drafts[row] = draft
@@ -222,8 +223,13 @@ class Blockwise(BaseProposer):
             least = max(least, self._payoff.confidence(min_probability))
         return least
 
-    def _head_logits(self, step: StepContext, rows: list[int]) -> "torch.Tensor | None":
-        """[len(rows), depth, draft vocabulary]; None on ranks that vLLM gives no logits."""
+    def _head_logits(
+        self, step: StepContext, rows: list[int]
+    ) -> "tuple[torch.Tensor | None, torch.Tensor | None]":
+        """[len(rows), depth, columns], and what heads are shown: [len(rows), depth], if anything.
+
+        No logits on ranks that vLLM gives none.
+        """
         import torch
 
         heads = cast("BlockwiseHeads", self._heads)
@@ -237,8 +243,10 @@ class Blockwise(BaseProposer):
         # The vocabulary projection is most of the cost: leave out heads no request has room for.
         depth = min(config.num_heads, max(step.requests[row].room for row in rows))
         states = heads(hidden, seen, self._embed)[:, :depth]
-        logits = self._logits(states.reshape(-1, config.hidden_size))
-        return None if logits is None else logits.unflatten(0, (len(rows), depth))
+        shown = None if seen.shown is None else seen.shown[:, :depth].contiguous()
+        flat = None if shown is None else shown.view(-1)
+        logits = self._logits(states.reshape(-1, config.hidden_size), flat)
+        return None if logits is None else logits.unflatten(0, (len(rows), depth)), shown
 
     def _seen(self, requests: Sequence[RequestStep], device: "torch.device") -> "TokensSeen":
         """Tokens that the heads see, the copied ones only if these heads do."""
@@ -258,7 +266,7 @@ class Blockwise(BaseProposer):
         return TokensSeen(sent[:, 0], sent[:, 2:], sent[:, 1])
 
     def _candidates(
-        self, logits: "torch.Tensor", need_probs: bool
+        self, logits: "torch.Tensor", shown: "torch.Tensor | None", need_probs: bool
     ) -> "tuple[IntArray, np.ndarray[Any, Any]]":
         """Best tokens of the heads and their log-probabilities, [num_rows, depth, m] each.
 
@@ -274,7 +282,8 @@ class Blockwise(BaseProposer):
         else:
             places = logits.argmax(dim=-1, keepdim=True)
             best = torch.zeros(places.shape, dtype=torch.float32)
-        ids = self._logits.tokens(places)
+        flat = None if shown is None else shown.view(-1)
+        ids = self._logits.tokens(places.flatten(0, 1), flat).view_as(places)
         # Waits for the device: drafts are scheduled from host memory.
         return ids.to("cpu", torch.int32).numpy(), best.to("cpu", torch.float32).numpy()
 
@@ -288,7 +297,13 @@ class Blockwise(BaseProposer):
         probs = np.exp(paths[:length]).astype(np.float32)
         return Draft(tokens[:length].copy(), path_probs=probs if limit > -math.inf else None)
 
-    def _drawn(self, logits: "torch.Tensor", request: RequestStep, confidence: float) -> Draft:
+    def _drawn(
+        self,
+        logits: "torch.Tensor",
+        shown: "torch.Tensor | None",
+        request: RequestStep,
+        confidence: float,
+    ) -> Draft:
         """A chain of draws, of a length that does not depend on what was drawn."""
         import torch
 
@@ -299,9 +314,11 @@ class Blockwise(BaseProposer):
         if not length:
             return EMPTY_DRAFT
         distributions = distributions[:length]
+        shown = None if shown is None else shown[:length]
         places = torch.multinomial(distributions, 1, generator=self._random)
-        tokens = self._logits.tokens(places).flatten().to("cpu", torch.int32).numpy()
-        return Draft(tokens, probs=self._logits.spread(distributions), path_probs=paths[:length])
+        tokens = self._logits.tokens(places, shown).flatten().to("cpu", torch.int32).numpy()
+        probs = self._logits.spread(distributions, shown)
+        return Draft(tokens, probs=probs, path_probs=paths[:length])
 
     def _tree(
         self, log_probs: "np.ndarray[Any, Any]", tokens: IntArray, room: int, limit: float

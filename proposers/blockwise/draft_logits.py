@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's vocabulary projection, or only its rows for the tokens that heads may draft."""
+"""The target's vocabulary projection, or only its rows for the tokens that may be drafted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from vllm_spec_ext.proposers.blockwise.without_adapters import without_adapters
+from vllm_spec_ext.proposers.draft_columns import DraftColumns
 from vllm_spec_ext.proposers.records import Projection
 
 # Of a torch module, and of vLLM's embedding and linear layers (its modules are not imported here).
@@ -36,29 +37,57 @@ class DraftLogits:
         """
         self._ask: Any = without_adapters(target, "compute_logits")
         self._vocab_size = vocab_size
-        self._ids = None if draft_vocab is None else draft_vocab.long()
-        whole = None if draft_vocab is None else plain_rows(target, vocab_size)
-        self._project = None if whole is None else pack(whole[self._ids].contiguous())
+        self._columns = self._rows = self._project = None
+        if draft_vocab is not None:
+            self._columns = DraftColumns(draft_vocab, vocab_size)
+            self._rows = plain_rows(target, vocab_size)
+        if self._columns is not None and self._rows is not None:
+            self._project = pack(self._rows[self._columns.ids].contiguous())
 
-    def __call__(self, states: Tensor) -> Tensor | None:
-        """Logits [n, m] of states [n, hidden_size]; None on ranks that vLLM gives none."""
-        if self._project is not None:
-            return self._project(states)
-        logits: Tensor | None = self._ask(states)
-        if logits is None or self._ids is None:
+    def __call__(self, states: Tensor, shown: Tensor | None = None) -> Tensor | None:
+        """Logits of states; None on ranks that vLLM gives none.
+
+        Args:
+            states: [n, hidden_size].
+            shown: [n] int64 token that each row is shown, -1 = none.
+
+        Returns:
+            [n, m]; with tokens that are shown [n, m + 1] (:mod:`..draft_columns`).
+        """
+        columns = self._columns
+        if columns is not None and self._rows is not None and self._project is not None:
+            logits = self._project(states)
+            if shown is None:
+                return logits
+            rows = self._rows[shown.clamp(min=0)]
+            return columns.append(logits, (states.float() * rows.float()).sum(-1), shown)
+        whole: Tensor | None = self._ask(states)
+        if whole is None or columns is None:
+            return whole
+        logits = whole[:, columns.ids]
+        if shown is None:
             return logits
-        return logits[:, self._ids.to(logits.device)]
+        own = whole.gather(1, shown.clamp(min=0).unsqueeze(1)).squeeze(1)
+        return columns.append(logits, own, shown)
 
-    def tokens(self, places: Tensor) -> Tensor:
-        """Token ids at these columns."""
-        return places if self._ids is None else self._ids.to(places.device)[places]
+    def places(self, shown: Tensor) -> Tensor:
+        """[n] columns of shown tokens [n]; below 0 where nothing is shown."""
+        return shown if self._columns is None else self._columns.places(shown, shown)
 
-    def spread(self, distributions: Tensor) -> Tensor:
-        """[n, vocab_size] over all tokens, of distributions [n, m] over the draft vocabulary."""
-        if self._ids is None:
+    def tokens(self, places: Tensor, shown: Tensor | None = None) -> Tensor:
+        """[n, ...] token ids at columns [n, ...] of logits that were made with `shown` [n]."""
+        return places if self._columns is None else self._columns.tokens(places, shown)
+
+    def spread(self, distributions: Tensor, shown: Tensor | None = None) -> Tensor:
+        """[n, vocab_size] over all tokens, of distributions over the columns of such logits."""
+        if self._columns is None:
             return distributions
+        listed = len(self._columns)
         whole = distributions.new_zeros(len(distributions), self._vocab_size)
-        return whole.index_copy_(1, self._ids.to(distributions.device), distributions)
+        whole.index_copy_(1, self._columns.ids, distributions[:, :listed])
+        if shown is not None:
+            whole.scatter_add_(1, shown.clamp(min=0).unsqueeze(1), distributions[:, listed:])
+        return whole
 
 
 def plain_rows(target: Any, vocab_size: int = 0) -> Tensor | None:

@@ -94,6 +94,13 @@ class TokensSeen(NamedTuple):
     copied: Tensor | None = None  # [n, num_heads] what followed at an earlier place, if copy_match
     copied_length: Tensor | None = None  # [n] tokens that agree with that place; 0 = none found
 
+    @property
+    def shown(self) -> Tensor | None:
+        """[n, num_heads] the copied tokens, -1 where none were found; None without `copy_match`."""
+        if self.copied is None or self.copied_length is None:
+            return None
+        return self.copied.masked_fill((self.copied_length == 0)[:, None], -1)
+
 
 class BlockwiseHeads(nn.Module):
     """All heads at once: two matrix products, no matter how many heads there are.

@@ -77,5 +77,6 @@ class DenseDrafter:
         if listed is not None:
             allowed = torch.full_like(logits, float("-inf"))
             allowed[:, listed.long()] = 0.0
+            allowed[kinds.nonzero().flatten(), shown[kinds > 0]] = 0.0
             logits = logits + allowed
         return hidden, logits.log_softmax(-1)

@@ -164,8 +164,12 @@ def _of_heads(heads: BlockwiseHeads, target: Target, data: TokenData, states: Hi
             hidden = states(batch)
             seen = tokens_seen(batch, slice(None), hidden.device)
             drafts = heads(hidden.to(heads.b_out.dtype), seen, target.embed)
-            best = [projection(drafts[:, i]).argmax(-1) for i in range(number)]
-        tokens.append(projection.tokens(torch.stack(best, 1)).cpu().numpy())
+            shown = [None] * number if seen.shown is None else seen.shown.unbind(1)
+            best = []
+            for i in range(number):
+                places = projection(drafts[:, i], shown[i]).argmax(-1)
+                best.append(projection.tokens(places, shown[i]))
+        tokens.append(torch.stack(best, 1).cpu().numpy())
         counts = np.bincount(batch.rows.numpy(), minlength=len(some))
         starts += (starts[-1] + np.cumsum(counts)).tolist()
     return _by_answer(np.concatenate(tokens), np.array(starts))

@@ -133,7 +133,9 @@ class NarStudent:
                 nothing = states.sum() * 0.0
                 return Judged(nothing, nothing.detach(), 0)
             tokens = slot_tokens(blocks).take(rows)
-            places = self._projection.places(at["likeliest"].flatten(0, 2)[rows].long())
+            likeliest = at["likeliest"].flatten(0, 2)[rows].long()
+            shown = None if tokens.shown is None else tokens.shown.unsqueeze(1)
+            places = self._projection.places(likeliest, shown)
             found = drafted_log_probs(
                 states,
                 tokens,

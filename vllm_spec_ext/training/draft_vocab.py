@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_spec_ext.proposers.draft_columns import DraftColumns
 from vllm_spec_ext.training.batches import IGNORED
 from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target
@@ -34,7 +35,9 @@ def frequent_tokens(
 class DraftProjection:
     """The target's projection as a drafter uses it: onto all tokens, or onto a draft vocabulary.
 
-    Columns are *places* in the draft vocabulary; without one, a token's place is its id.
+    Columns are *places* in the draft vocabulary; without one, a token's place is its id. A token
+    that a row is shown has one more place where it is not listed, as in serving
+    (:class:`.proposers.draft_columns.DraftColumns`).
     """
 
     def __init__(self, target: Target, draft_vocab: Tensor | None) -> None:
@@ -45,29 +48,32 @@ class DraftProjection:
             draft_vocab: [m] ascending token ids; None = all tokens.
         """
         self._target = target
-        self._ids = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)
-        self._places: Tensor | None = None
-        if self._ids is not None:
-            self._places = torch.full((target.vocab_size,), IGNORED, device=target.device)
-            self._places[self._ids] = torch.arange(len(self._ids), device=target.device)
+        self._columns: DraftColumns | None = None
+        if draft_vocab is not None:
+            self._columns = DraftColumns(draft_vocab.to(target.device), target.vocab_size)
 
-    def __call__(self, states: Tensor) -> Tensor:
-        """Logits [n, places] of states [n, hidden_size]."""
-        if self._ids is None:
+    def __call__(self, states: Tensor, shown: Tensor | None = None) -> Tensor:
+        """Logits [n, places] of states [n, hidden_size]; `shown` [n] token ids, -1 = none."""
+        if self._columns is None:
             return self._target.project(states)
-        return self._target.project_to(states, self._ids)
+        logits = self._target.project_to(states, self._columns.ids)
+        if shown is None:
+            return logits
+        own = self._target.project_own(states, shown.clamp(min=0))
+        return self._columns.append(logits, own, shown)
 
     @property
     def num_places(self) -> int:
-        """Columns of the logits."""
-        return self._target.vocab_size if self._ids is None else len(self._ids)
+        """Columns of the logits, without that of shown tokens."""
+        return self._target.vocab_size if self._columns is None else len(self._columns)
 
-    def tokens(self, places: Tensor) -> Tensor:
-        """Token ids of places."""
-        return places if self._ids is None else self._ids[places]
+    def tokens(self, places: Tensor, shown: Tensor | None = None) -> Tensor:
+        """[n, ...] token ids of places."""
+        return places if self._columns is None else self._columns.tokens(places, shown)
 
-    def places(self, tokens: Tensor) -> Tensor:
-        """Place of each token; IGNORED stays, and is the place of a token that is not listed."""
-        if self._places is None:
+    def places(self, tokens: Tensor, shown: Tensor | None = None) -> Tensor:
+        """Place of each token; IGNORED stays, and is the place of one that cannot be drafted."""
+        if self._columns is None:
             return tokens
-        return torch.where(tokens == IGNORED, tokens, self._places[tokens.clamp(min=0)])
+        found = self._columns.places(tokens, shown)
+        return found.masked_fill(found < 0, IGNORED)

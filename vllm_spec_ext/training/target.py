@@ -157,6 +157,13 @@ class Target:
             states.to(rows.dtype), rows, None if bias is None else bias[token_ids]
         )
 
+    def project_own(self, states: Tensor, token_ids: Tensor) -> Tensor:
+        """Logit [n] of one token of each row; `token_ids` [n]."""
+        head: Any = self._head
+        bias = getattr(head, "bias", None)
+        logits = (states.float() * head.weight[token_ids].float()).sum(-1)
+        return logits if bias is None else logits + bias[token_ids].float()
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings [n, hidden_size] of token ids [n]; detached, also when fine-tuning."""
         with torch.no_grad():

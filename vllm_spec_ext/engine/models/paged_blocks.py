@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from vllm_spec_ext.engine.models.block_layers import layers_of, put_layers
@@ -81,10 +82,7 @@ class PagedBlocks(PagedModel):
         self._current: BlockPass | None = None
         listed = extras.draft_vocab
         self._logits = DraftLogits(target, listed, vocab_size, packed_projection)
-        self._place: torch.Tensor | None = None  # [vocab] column of a token, -1 = none
-        if listed is not None:
-            self._place = torch.full((vocab_size,), -1, device=device)
-            self._place[listed.long()] = torch.arange(len(listed), device=device)
+        self._is_listed = listed is not None  # it has a draft vocabulary
         self._tables = self._make_tables(extras) if extras.config.selector_rank else None
         self._loaded: dict[int, _Loaded] = {}  # by number, the one in use last
 
@@ -158,13 +156,16 @@ class PagedBlocks(PagedModel):
         if self._guesses is not None:
             slots = self._on_device(plan.slot_numbers)[wanted]
             hidden = self._extras.settle(hidden, slots, self._guesses[wanted])
-        logits = self._slot_logits(hidden)
+        shown = self._shown(plan)
+        logits = self._slot_logits(hidden, shown)
         if logits is None:  # vLLM gives them to the first rank alone, which decides
             return BlockOutput(hidden.new_empty(0, 0).long(), hidden.new_empty(0, 0, 0))
-        scores = self._preferring_copies(hidden, logits, plan).float()
+        if shown is not None:
+            logits = self._preferring_copies(hidden, logits, plan, shown)
+        scores = logits.float()
         best, places = top_columns(scores, plan.num_candidates)
         base = best - scores.logsumexp(dim=-1, keepdim=True)
-        tokens = self._logits.tokens(places)
+        tokens = self._logits.tokens(places, shown)
         if self._tables is None:
             return BlockOutput(tokens, base.unsqueeze(1))
         table_a, table_b = self._tables
@@ -177,7 +178,7 @@ class PagedBlocks(PagedModel):
 
     def _find_projection(self) -> Projection:
         """Of the whole vocabulary; with a part of it there is one of these rows."""
-        return super()._find_projection() if self._place is None else self.module.compute_logits
+        return self.module.compute_logits if self._is_listed else super()._find_projection()
 
     def _run(self, plan: ForwardPass) -> torch.Tensor:
         """[num_rows, hidden] behind the last norm; masks are filled as the extras say."""
@@ -223,27 +224,31 @@ class PagedBlocks(PagedModel):
         found: torch.Tensor = self.module.model.embed_tokens(ids)
         return found
 
-    def _slot_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, vocabulary or draft vocabulary]."""
-        logits = self._project(hidden) if self._place is None else self._logits(hidden)
+    def _shown(self, plan: BlockPass) -> torch.Tensor | None:
+        """[n] int64 token that each wanted slot is shown, -1 = none; None if there are none."""
+        wanted = plan.rows.wanted
+        kinds = plan.kinds[wanted]
+        if not self._extras.config.copy_match or not kinds.any():
+            return None
+        return self._on_device(np.where(kinds > 0, plan.shown[wanted], -1))
+
+    def _slot_logits(self, hidden: torch.Tensor, shown: torch.Tensor | None) -> torch.Tensor | None:
+        """[n, vocabulary or columns of the draft vocabulary]."""
+        if self._is_listed:
+            return self._logits(hidden, shown)
+        logits = self._project(hidden)
         assert logits is not None  # vLLM gathers them on every rank
         return logits[:, : self._vocab_size]
 
     def _preferring_copies(
-        self, hidden: torch.Tensor, logits: torch.Tensor, plan: BlockPass
+        self, hidden: torch.Tensor, logits: torch.Tensor, plan: BlockPass, shown: torch.Tensor
     ) -> torch.Tensor:
         """Logits in which the tokens that slots were shown have got their bonus."""
         wanted = plan.rows.wanted
-        if not self._extras.config.copy_match or not plan.kinds[wanted].any():
-            return logits
         kinds = self._on_device(plan.kinds[wanted])
         numbers = self._on_device(plan.slot_numbers[wanted])
-        bonus = self._extras.copy_bonus(hidden, numbers, kinds)
-        columns = self._on_device(plan.shown[wanted])
-        if self._place is not None:
-            columns = self._place[columns]
-            bonus = bonus * (columns >= 0)
-            columns = columns.clamp(min=0)
+        bonus = self._extras.copy_bonus(hidden, numbers, kinds)  # 0 where nothing is shown
+        columns = self._logits.places(shown).clamp(min=0)
         return logits.float().scatter_add(1, columns[:, None], bonus[:, None])
 
     def _make_tables(self, extras: SlotExtras) -> tuple[torch.Tensor, torch.Tensor]:

@@ -162,13 +162,15 @@ def _collect(
         for low in range(0, len(hidden), logit_chunk):
             part = slice(low, low + logit_chunk)
             seen = tokens_seen(batch, part, device)
-            wanted = projection.places(batch.targets[part].to(device))
+            shown = seen.shown
+            wanted = projection.places(batch.targets[part].to(device), shown)
             own = target.project(hidden[part]).argmax(-1)
             agrees.append((own == seen.following).cpu().numpy())
             drafts = heads(hidden[part].to(heads.b_out.dtype), seen, target.embed)
             found_ranks, found_scores = [], []
             for i in range(num_heads):  # one head's logits at a time
-                scores = projection(drafts[:, i]).float().log_softmax(-1)
+                own_shown = None if shown is None else shown[:, i]
+                scores = projection(drafts[:, i], own_shown).float().log_softmax(-1)
                 best, places = scores.topk(top, dim=-1)
                 hit = places == wanted[:, i : i + 1]
                 rank = torch.where(hit.any(-1), hit.int().argmax(-1), -1)

@@ -233,12 +233,11 @@ def _collect(drafting: Drafting, sequences: NDArray[np.int64], show_copies: bool
         tokens, states = _slot_rows(drafting, read, blocks, real)
         for start in range(0, len(states), config.logit_chunk):
             piece = slice(start, start + config.logit_chunk)
-            logits = slot_logits(
-                states[piece], tokens.take(piece), drafting.projection, drafter.extras
-            )
+            taken = tokens.take(piece)
+            logits = slot_logits(states[piece], taken, drafting.projection, drafter.extras)
             best, places = logits.log_softmax(-1).topk(min(CANDIDATES, logits.shape[1]), dim=-1)
             log_probs.append(best.cpu().numpy())
-            candidates.append(drafting.projection.tokens(places).cpu().numpy())
+            candidates.append(drafting.projection.tokens(places, taken.shown).cpu().numpy())
             if drafter.config.nar.selector_rank:
                 found = states[piece].float() @ drafter.extras.selector_h.float().T
                 weights.append(found.float().cpu().numpy())

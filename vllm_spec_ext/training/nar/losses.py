@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vllm_spec_ext.proposers.nar.extras import Embed, SlotExtras, conditional_log_probs
-from vllm_spec_ext.training.batches import IGNORED
 from vllm_spec_ext.training.draft_vocab import DraftProjection
 
 CANDIDATES = 16  # of each slot, between which the selector chooses
@@ -27,6 +26,13 @@ class SlotTokens(NamedTuple):
     copies: Tensor | None  # tokens shown
     kinds: Tensor | None  # 0 = nothing shown
 
+    @property
+    def shown(self) -> Tensor | None:
+        """[rows] tokens shown, -1 where there is none; None if there are none at all."""
+        if self.copies is None or self.kinds is None:
+            return None
+        return self.copies.masked_fill(self.kinds == 0, -1)
+
     def take(self, rows: Tensor | slice) -> "SlotTokens":
         """Some of the rows."""
         return SlotTokens(*(None if part is None else part[rows] for part in self))
@@ -39,13 +45,13 @@ def slot_logits(
     extras: SlotExtras,
 ) -> Tensor:
     """[rows, places] float32: the target's projection, and what copies gain."""
-    logits = projection(states).float()
-    if tokens.copies is None or tokens.kinds is None or not extras.config.copy_match:
+    shown = tokens.shown
+    logits = projection(states, shown).float()
+    if shown is None or tokens.kinds is None:
         return logits
-    places = projection.places(tokens.copies)
-    listed = places != IGNORED
-    bonus = extras.copy_bonus(states, tokens.slots, tokens.kinds * listed)
-    return logits.scatter_add(1, places.clamp(min=0).unsqueeze(1), bonus.unsqueeze(1))
+    bonus = extras.copy_bonus(states, tokens.slots, tokens.kinds)
+    places = projection.places(shown, shown).clamp(min=0)  # where nothing is shown, the bonus is 0
+    return logits.scatter_add(1, places.unsqueeze(1), bonus.unsqueeze(1))
 
 
 def candidate_log_probs(
@@ -82,14 +88,14 @@ def slot_losses(
 
     Args:
         states: Final states.
-        tokens: Right tokens and copies; tokens that cannot be drafted must be left out.
+        tokens: Right tokens and copies; rows whose token cannot be drafted must be left out.
         projection: Onto the draft vocabulary.
         extras: Copies' trust, and the selector.
         embed: The drafter's embeddings.
         selected: Part of the loss that the selector's log-probabilities have, 0 to 1.
     """
     logits = slot_logits(states, tokens, projection, extras)
-    wanted = projection.places(tokens.targets)
+    wanted = projection.places(tokens.targets, tokens.shown)
     places = wanted.unsqueeze(1)
     selects = bool(extras.config.selector_rank) and selected > 0.0
     if selects:
@@ -99,7 +105,7 @@ def slot_losses(
     losses = -found[:, 0]
     guesses = best[:, 0] if selects else logits.detach().argmax(-1)
     if selects:
-        candidates = projection.tokens(best)
+        candidates = projection.tokens(best, tokens.shown)
         behind = candidate_log_probs(states, tokens, found[:, 1:], candidates, extras, embed)
         hit = best == wanted.unsqueeze(1)
         # A right token that is no candidate keeps its own probability.
@@ -140,7 +146,8 @@ def drafted_log_probs(
     # One gather: each has a gradient as wide as the logits.
     found = logits.gather(1, torch.cat([asked, best], dim=1)) - logits.logsumexp(-1, keepdim=True)
     alone, base = found.split([asked.shape[1], best.shape[1]], dim=1)
-    behind = candidate_log_probs(states, tokens, base, projection.tokens(best), extras, embed)
+    candidate_ids = projection.tokens(best, tokens.shown)
+    behind = candidate_log_probs(states, tokens, base, candidate_ids, extras, embed)
     same = asked.unsqueeze(-1) == best.unsqueeze(1)  # [rows, m, candidates]
     among = torch.where(same, behind.unsqueeze(1), 0.0).sum(-1)
     return torch.where(same.any(-1), among, alone)

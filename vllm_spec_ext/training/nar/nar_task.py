@@ -202,8 +202,8 @@ class NarTask:
         slots = self.config.slots
         tokens = slot_tokens(blocks)
         known = (blocks.targets != IGNORED).flatten()
-        listed = self.projection.places(tokens.targets) != IGNORED
-        learned = known & listed & ~shown.flatten()
+        can_be_drafted = self.projection.places(tokens.targets, tokens.shown) != IGNORED
+        learned = known & can_be_drafted & ~shown.flatten()
         weight = torch.zeros((), device=states.device)
         selected = step / max(1, self.total_steps - 1)
         if self._started_from is not None:
@@ -248,7 +248,7 @@ class NarTask:
                     states[part], tokens.take(part), self.projection, self.drafter.extras
                 )
                 guesses.append(logits.argmax(-1))
-            wrong = torch.cat(guesses) != self.projection.places(tokens.targets)
+            wrong = torch.cat(guesses) != self.projection.places(tokens.targets, tokens.shown)
         progress = step / max(1, self.total_steps - 1)
         amount = config.glancing_start + progress * (config.glancing_end - config.glancing_start)
         # Drawn on the CPU, so that all devices show the same slots.

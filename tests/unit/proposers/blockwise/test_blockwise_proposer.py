@@ -197,6 +197,37 @@ def test_a_draft_vocabulary_bounds_what_is_drafted(
     assert target.calls == (0 if plain_projection else 1)
 
 
+@pytest.mark.parametrize("plain_projection", [True, False])
+@pytest.mark.parametrize("kind", ["chain", "tree", "draw"])
+def test_what_is_copied_is_drafted_though_it_is_not_listed(
+    tmp_path: Path, plain_projection: bool, kind: str
+) -> None:
+    target = StandInTarget()
+    if plain_projection:
+        target.logits_processor = SimpleNamespace(scale=1.0, soft_cap=None)
+    listed = torch.tensor([2, 9, 11], dtype=torch.int32)
+    folder, heads = save(tmp_path, copy_match=4, draft_vocab_size=3, listed=listed)
+    with torch.no_grad():
+        heads.copy_trust[1:] = 50.0
+        target.lm_head.weight[:] = target.embed.weight / target.embed.weight.norm(dim=1)[:, None]
+    save_again(folder, heads)
+    proposer = start(target, folder, tree=kind == "tree", draw=kind == "draw")
+    requests = [
+        RequestStep(f"r{i}", np.array(text, np.int32), 2, text[-1:], 3, temperature=0.5)
+        for i, text in enumerate(([1, 2, 3, 4, 5, 1], [5, 9, 7, 2, 8]))
+    ]
+    copying, alone = proposer.propose(StepContext(requests, torch.zeros(2, SIZE)))
+    assert copying.tokens.tolist() == [2, 3, 4]  # of these, 2 is listed
+    assert set(alone.tokens.tolist()) <= set(listed.tolist())
+    if kind == "draw":
+        for draft in (copying, alone):
+            assert draft.probs is not None
+            assert draft.probs.sum(dim=1).numpy() == pytest.approx(1.0, abs=1e-5)
+        assert copying.probs is not None
+        drawn = copying.probs[torch.arange(3), torch.from_numpy(copying.tokens).long()]
+        assert (drawn > 0.99).all()
+
+
 def test_a_draft_without_an_outcome_is_forgotten(tmp_path: Path) -> None:
     folder, _ = save(tmp_path)
     proposer = start(StandInTarget(), folder)

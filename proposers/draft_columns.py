@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of logits over a draft vocabulary, and one more for a token that is copied.
+
+A draft vocabulary lacks every twentieth token of a chat, many of them names that are said again.
+So a token that a row is *shown*, as it followed at an earlier place of the text, may be drafted
+whether it is listed or not: where it is not, the last column is its own.
+"""
+
+import torch
+from torch import Tensor
+
+_ABSENT = -1e4  # logit of a token that is not drafted; its probability is 0 in float32
+
+
+class DraftColumns:
+    """Of a list of tokens."""
+
+    def __init__(self, ids: Tensor, vocab_size: int) -> None:
+        """Know a list.
+
+        Args:
+            ids: [m] tokens, each once.
+            vocab_size: The target's.
+        """
+        self.ids = ids.long()
+        self._places = torch.full((vocab_size,), -1, device=ids.device)
+        self._places[self.ids] = torch.arange(len(ids), device=ids.device)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def places(self, tokens: Tensor, shown: Tensor | None = None) -> Tensor:
+        """Column of each token; below 0 where it has none.
+
+        Args:
+            tokens: [...] int64; below 0 = none.
+            shown: What their rows are shown, of a shape like `tokens`; -1 = nothing.
+        """
+        found = self._places[tokens.clamp(min=0)].where(tokens >= 0, tokens)
+        if shown is None:
+            return found
+        return found.masked_fill((found < 0) & (tokens >= 0) & (tokens == shown), len(self))
+
+    def tokens(self, places: Tensor, shown: Tensor | None = None) -> Tensor:
+        """[n, ...] token ids of columns [n, ...]; `shown` [n] as above."""
+        if shown is None:
+            return self.ids[places]
+        own = shown.clamp(min=0).view(-1, *(1,) * (places.ndim - 1)).expand_as(places)
+        return self.ids[places.clamp(max=len(self) - 1)].where(places < len(self), own)
+
+    def append(self, logits: Tensor, own: Tensor, shown: Tensor) -> Tensor:
+        """Logits with one more column, by which rows without such a token draft nothing.
+
+        Args:
+            logits: [n, m] of the list.
+            own: [n] of what each row is shown.
+            shown: [n] as above.
+
+        Returns:
+            [n, m + 1].
+        """
+        is_outside = (shown >= 0) & (self.places(shown) < 0)
+        return torch.cat([logits, own.to(logits.dtype).where(is_outside, _ABSENT)[:, None]], dim=1)
