@@ -276,7 +276,8 @@ class Blockwise(BaseProposer):
 
         if self._options.tree:
             scores = torch.log_softmax(logits.float(), dim=-1)
-            best, places = scores.topk(min(self._options.candidates, scores.shape[-1]), dim=-1)
+            count = min(self._options.candidates, self._logits.num_listed)
+            best, places = scores.topk(count, dim=-1)
         elif need_probs:
             best, places = torch.log_softmax(logits.float(), dim=-1).max(dim=-1, keepdim=True)
         else:

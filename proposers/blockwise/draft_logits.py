@@ -70,6 +70,14 @@ class DraftLogits:
         own = whole.gather(1, shown.clamp(min=0).unsqueeze(1)).squeeze(1)
         return columns.append(logits, own, shown)
 
+    @property
+    def num_listed(self) -> int:
+        """Tokens that any row may draft, and so the most candidates of a row.
+
+        One more could be the column of a row that is shown nothing, or what is listed.
+        """
+        return self._vocab_size if self._columns is None else len(self._columns)
+
     def places(self, shown: Tensor) -> Tensor:
         """[n] columns of shown tokens [n]; below 0 where nothing is shown."""
         return shown if self._columns is None else self._columns.places(shown, shown)

@@ -64,7 +64,7 @@ class DraftProjection:
 
     @property
     def num_places(self) -> int:
-        """Columns of the logits, without that of shown tokens."""
+        """Columns of the logits without that of shown tokens: the most candidates of a row."""
         return self._target.vocab_size if self._columns is None else len(self._columns)
 
     def tokens(self, places: Tensor, shown: Tensor | None = None) -> Tensor:

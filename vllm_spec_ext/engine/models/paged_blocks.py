@@ -163,7 +163,7 @@ class PagedBlocks(PagedModel):
         if shown is not None:
             logits = self._preferring_copies(hidden, logits, plan, shown)
         scores = logits.float()
-        best, places = top_columns(scores, plan.num_candidates)
+        best, places = top_columns(scores, min(plan.num_candidates, self._logits.num_listed))
         base = best - scores.logsumexp(dim=-1, keepdim=True)
         tokens = self._logits.tokens(places, shown)
         if self._tables is None:

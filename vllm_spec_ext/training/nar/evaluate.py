@@ -235,7 +235,9 @@ def _collect(drafting: Drafting, sequences: NDArray[np.int64], show_copies: bool
             piece = slice(start, start + config.logit_chunk)
             taken = tokens.take(piece)
             logits = slot_logits(states[piece], taken, drafting.projection, drafter.extras)
-            best, places = logits.log_softmax(-1).topk(min(CANDIDATES, logits.shape[1]), dim=-1)
+            best, places = logits.log_softmax(-1).topk(
+                min(CANDIDATES, drafting.projection.num_places), dim=-1
+            )
             log_probs.append(best.cpu().numpy())
             candidates.append(drafting.projection.tokens(places, taken.shown).cpu().numpy())
             if drafter.config.nar.selector_rank:

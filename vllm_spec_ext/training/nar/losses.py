@@ -99,7 +99,7 @@ def slot_losses(
     places = wanted.unsqueeze(1)
     selects = bool(extras.config.selector_rank) and selected > 0.0
     if selects:
-        best = logits.detach().topk(min(CANDIDATES, logits.shape[1]), dim=-1).indices
+        best = logits.detach().topk(min(CANDIDATES, projection.num_places), dim=-1).indices
         places = torch.cat([places, best], dim=1)
     found = logits.log_softmax(-1).gather(1, places)  # one gather: each has a gradient as wide
     losses = -found[:, 0]
@@ -142,7 +142,7 @@ def drafted_log_probs(
     asked = places.clamp(min=0)
     if not extras.config.selector_rank:
         return logits.gather(1, asked) - logits.logsumexp(-1, keepdim=True)
-    best = logits.detach().topk(min(candidates, logits.shape[1]), dim=-1).indices
+    best = logits.detach().topk(min(candidates, projection.num_places), dim=-1).indices
     # One gather: each has a gradient as wide as the logits.
     found = logits.gather(1, torch.cat([asked, best], dim=1)) - logits.logsumexp(-1, keepdim=True)
     alone, base = found.split([asked.shape[1], best.shape[1]], dim=1)
