@@ -35,9 +35,11 @@ class SpecWorkerMixin:
         """Requests that vLLM makes up to warm a runner up are not drafted for."""
         self.model_runner.is_warming_up = True
         try:
-            return super().compile_or_warm_up_model()  # type: ignore[misc]
+            result = super().compile_or_warm_up_model()  # type: ignore[misc]
         finally:
             self.model_runner.is_warming_up = False
+        self.model_runner.drafter.warm_up()
+        return result
 
     def determine_available_memory(self) -> int:
         """Leave scratch blocks and page means out of the memory for requests."""

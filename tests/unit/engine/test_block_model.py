@@ -355,6 +355,26 @@ def test_a_context_that_could_not_be_written_is_not_trusted() -> None:
     assert model.predict([request_step([*tokens, 4])], [0], 2, 1) == [None]
 
 
+def test_warming_up_touches_no_request_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = with_states(1)
+    model = block_model(toy)
+    keys = toy.keys.copy()
+    sizes = []
+    run_blocks = toy.run_blocks
+
+    def watched(plan: BlockPass) -> Any:
+        sizes.append(plan.rows.num_rows)
+        return run_blocks(plan)
+
+    monkeypatch.setattr(toy, "run_blocks", watched)
+    model.warm_up()
+    assert sizes == [2, 1 + SLOTS]
+    assert np.array_equal(toy.keys[:, : BLOCKS * BLOCK], keys[:, : BLOCKS * BLOCK])
+    assert model.counts.forwards == model.counts.rows == 0
+    assert model.forward_seconds(4) is None  # compiling says nothing of a pass
+    assert model.scratch.take(SCRATCH) is not None
+
+
 def test_times_and_counts() -> None:
     model = block_model(with_states())
     tokens = [1, 2, 3]

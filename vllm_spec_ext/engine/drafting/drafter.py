@@ -157,6 +157,12 @@ class Drafter:
             scheduling(self._is_async, self.waits_because),
         )
 
+    def warm_up(self) -> None:
+        """The KV cache is there: run what would be slow in the first request."""
+        model, device = self._vllm_config.model_config, self._engine.device
+        states = torch.zeros(1, model.get_hidden_size(), dtype=model.dtype, device=device)
+        self.models.warm_up(self.ranks, states)
+
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM checks that this exists; the runner mixin calls :meth:`draft` instead."""
         raise RuntimeError(

@@ -120,6 +120,19 @@ class BlockModel:
         self.scratch = Scratch(scratch)
         self._known.clear()
 
+    def warm_up(self) -> None:
+        """Predict behind no text, so that no request waits for what is compiled at first use.
+
+        The runner's states may be any. Two sizes, as what is compiled for one is made for its
+        number of rows alone.
+        """
+        for num_slots in (1, self.facts.num_slots):
+            branch = PagedBranch(request=-1, length=0, is_trunk=True)
+            if branch.reserve(1 + num_slots, self._block_size, self.scratch):
+                plan = self._lay_out([Block(branch, 0, 0, 0, num_slots, num_slots)], 1)
+                self._runner.run_blocks(plan)
+            self.scratch.free_all()
+
     def settle(self) -> None:
         """Blocks are about to change hands: write what waits."""
         if self._num_waiting:
@@ -168,15 +181,7 @@ class BlockModel:
         result: list[SlotCandidates | None] = [None] * len(rows)
         if not blocks:
             return result
-        settings = self._settings
-        plan = lay_out_blocks(
-            list(blocks.values()),
-            self._block_size,
-            settings.num_ids,
-            settings.mask_id,
-            num_candidates,
-            settings.causal,
-        )
+        plan = self._lay_out(list(blocks.values()), num_candidates)
         started = time.perf_counter()
         made = self._runner.run_blocks(plan)
         # Waits for the device: drafts are scheduled from host memory.
@@ -203,6 +208,11 @@ class BlockModel:
         self._runner.exchange(weights.number, weights)
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _lay_out(self, blocks: Sequence[Block], num_candidates: int) -> BlockPass:
+        own = self._settings
+        sizes = (self._block_size, own.num_ids)
+        return lay_out_blocks(blocks, *sizes, own.mask_id, num_candidates, own.causal)
 
     def _write_context(self, wait: bool = False) -> None:
         """KV of everything that the target read in this step, and of what waits."""

@@ -134,6 +134,27 @@ class ModelHost:
         for model in self._all:
             model.bind(num_blocks, block_size, scratch)
 
+    def warm_up(self, ranks: Ranks, target_states: torch.Tensor) -> None:
+        """Run block drafters once, on all ranks.
+
+        Others run with a prompt, behind which nobody notices what is compiled for them.
+
+        Args:
+            ranks: The workers that run the models together.
+            target_states: [1, hidden] any, like the target's.
+        """
+        for model in self.paged:
+            if isinstance(model, PagedBlocks):
+                model.begin_step([target_states] * len(model.layers), target_states)
+
+        def run() -> tuple[None, list[torch.Tensor]]:
+            for model in self.block_models:
+                model.warm_up()
+            return None, []
+
+        if self.block_models:
+            ranks.lead(run)
+
     def update(self, events: BlockEvents) -> None:
         """Blocks change hands, before a step runs."""
         if events.change_hands:
