@@ -77,7 +77,7 @@ VARIABLES = {NEXT: {"SPEC_EXT_NEXT_VLLM": NEXT_VLLM}}  # of the environment of a
 BOOT = str(ROOT / "tests" / "boot")  # imported first by each program that a part starts, too
 GIB = 1 << 30
 MOST_MEMORY_GIB = 16.0
-SAMPLE_S = 1.0
+SAMPLE_S = 2.0  # each sample takes a twentieth of a second
 SHOWN_AGAIN = 150  # lines of the tracebacks of a part
 PASSED, FAILED, STOPPED, NO_TESTS = 0, 1, 2, 5  # pytest's exit statuses after a closing line
 
