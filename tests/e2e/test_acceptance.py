@@ -88,7 +88,9 @@ DRAFTERS_REACH = {
     "chain": Least(2.2, [0.56, 0.33, 0.21, 0.10]),
     "tree": Least(2.5, [0.70, 0.46, 0.25, 0.15]),
     "block_chain": Least(2.3, [0.56, 0.36, 0.24, 0.15]),
-    "block_tree": Least(3.3, [0.70, 0.48, 0.30, 0.19]),  # copies go on behind the block
+    # Copies go on behind the block, and need not be in the draft vocabulary: drafts are fewer, and
+    # those that are left the harder ones.
+    "block_tree": Least(3.8, [0.69, 0.46, 0.30, 0.22]),
     "auto": Least(4.5, [0.66, 0.48, 0.38, 0.30]),
     "auto_with_heads": Least(4.7, [0.66, 0.40, 0.30, 0.26]),
 }
