@@ -2,8 +2,9 @@
 """Columns of logits over a draft vocabulary, and one more for a token that is copied.
 
 A draft vocabulary of 16,384 lacks every twentieth token of a chat; of these every fourth was said
-earlier in the same answer (docs/nar.md). So a token that a row is *shown*, as it followed at an earlier place of the text, may be drafted
-whether it is listed or not: where it is not, the last column is its own.
+earlier in the same answer (docs/nar.md). So a token that a row is *shown*, as it followed at an
+earlier place of the text, may be drafted whether it is listed or not: where it is not, the last
+column is its own.
 """
 
 import torch
