@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -178,11 +178,12 @@ class Memory:
 
     def sample(self) -> None:
         """Look at all processes; who shares which pages is asked only where it may be a peak."""
-        resident = sum(self._by_part("memory_info", "rss").values())
-        if resident > self.peak.total():
-            self.peak = max(self.peak, self._by_part("memory_full_info", "pss"), key=Counter.total)
+        resident = self._by_part(lambda process: process.memory_info().rss)
+        if resident.total() > self.peak.total():
+            shared_once = self._by_part(lambda process: process.memory_full_info().pss)
+            self.peak = max(self.peak, shared_once, key=Counter.total)
 
-    def _by_part(self, how: str, what: str) -> Counter[str]:
+    def _by_part(self, size_of: Callable[[psutil.Process], int]) -> Counter[str]:
         """Bytes of the processes of each part, and of this one."""
         found = Counter[str]()
         for number, name in [(os.getpid(), ""), *self._runner.running().items()]:
@@ -190,7 +191,7 @@ class Memory:
                 process = psutil.Process(number)
                 for each in [process, *(process.children(recursive=True) if name else [])]:
                     with contextlib.suppress(psutil.Error):
-                        found[name] += getattr(getattr(each, how)(), what)
+                        found[name] += size_of(each)
         return found
 
 

@@ -32,7 +32,7 @@ class SpecWorkerMixin:
             specialise(self.model_runner)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Requests that vLLM makes up to warm a runner up are not drafted for."""
+        """Requests that vLLM makes up for that are not drafted for; what drafts runs by itself."""
         self.model_runner.is_warming_up = True
         try:
             result = super().compile_or_warm_up_model()  # type: ignore[misc]

@@ -52,6 +52,12 @@ class Runner:
         self.made: list[tuple[Step, list[list[int]]]] = []
 
     def make(self, step: Step, new_tokens: list[list[int]], *_: Any) -> None:
+        """Drafts are those of requests that are known."""
+        assert all(
+            name in self.spec_requests
+            for name, d in zip(step.request_ids, step.drafts, strict=True)
+            if d
+        )
         self.made.append((step, new_tokens))
 
     def tokens(self, name: str) -> list[int]:

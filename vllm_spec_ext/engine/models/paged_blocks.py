@@ -80,9 +80,7 @@ class PagedBlocks(PagedModel):
         self._states: Sequence[torch.Tensor] = ()
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._current: BlockPass | None = None
-        listed = extras.draft_vocab
-        self._logits = DraftLogits(target, listed, vocab_size, packed_projection)
-        self._is_listed = listed is not None  # it has a draft vocabulary
+        self._logits = DraftLogits(target, extras.draft_vocab, vocab_size, packed_projection)
         self._tables = self._make_tables(extras) if extras.config.selector_rank else None
         self._loaded: dict[int, _Loaded] = {}  # by number, the one in use last
 
@@ -178,7 +176,9 @@ class PagedBlocks(PagedModel):
 
     def _find_projection(self) -> Projection:
         """Of the whole vocabulary; with a part of it there is one of these rows."""
-        return self.module.compute_logits if self._is_listed else super()._find_projection()
+        if self._extras.draft_vocab is not None:
+            return self.module.compute_logits
+        return super()._find_projection()
 
     def _run(self, plan: ForwardPass) -> torch.Tensor:
         """[num_rows, hidden] behind the last norm; masks are filled as the extras say."""
@@ -234,7 +234,7 @@ class PagedBlocks(PagedModel):
 
     def _slot_logits(self, hidden: torch.Tensor, shown: torch.Tensor | None) -> torch.Tensor | None:
         """[n, vocabulary or columns of the draft vocabulary]."""
-        if self._is_listed:
+        if self._extras.draft_vocab is not None:
             return self._logits(hidden, shown)
         logits = self._project(hidden)
         assert logits is not None  # vLLM gathers them on every rank
