@@ -78,7 +78,7 @@ CHECKS = (
     Check(
         "full_graphs",
         "graphs:full_graphs",
-        "FULL graphs for plain decoding and chains of one length, PIECEWISE for trees",
+        "FULL graphs for plain decoding and chains of any lengths, PIECEWISE for trees",
         "v2",
         240.0,
     ),

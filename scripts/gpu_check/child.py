@@ -25,8 +25,13 @@ def site_on_gpu(model: Path, small_model: str | None) -> Site:
     if not (model / "generation_config.json").exists():  # what is written last
         build_tiny_model(model)
 
+    # vLLM's engines in one process share its process groups, and the first that is let go destroys
+    # them for the others (0.32 ``EngineCore.shutdown``): all live as long as the process.
+    alive: list[Any] = []
+
     def start(**arguments: Any) -> Any:
-        return start_engine(**{"model": model, **arguments})
+        alive.append(start_engine(**{"model": model, **arguments}))
+        return alive[-1]
 
     return Site(start, model.parent, small_model=small_model)
 

@@ -141,7 +141,7 @@ def no_commit(engine: Any, patch: pytest.MonkeyPatch) -> None:
 
 def no_ancestor_writes(engine: Any, patch: pytest.MonkeyPatch) -> None:
     def own_rows(num_rows: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.arange(num_rows), slots[:num_rows]
+        return torch.arange(num_rows, device=slots.device), slots[:num_rows]
 
     patch.setattr(runner_of(engine).tree_attention, "_all_written", own_rows)
 

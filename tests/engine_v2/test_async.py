@@ -59,6 +59,13 @@ def test_same_tokens_in_as_few_steps(
     assert len(ahead) <= len(behind) + 8
 
 
+def test_trees_of_auto_are_filled_up(answers: Any, make_engine: Any) -> None:
+    """What the target says of the rows that fill a tree up is of no use to anyone."""
+    engine = start(make_engine, "auto")
+    for _ in range(2):
+        assert tokens(run(engine, SCENARIO)) == tokens(answers)
+
+
 def test_no_clock_holds_drafts_back(
     answers: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -298,8 +298,10 @@ CLASSES: tuple[Reads, ...] = (
         "names the full graphs, and whether there are graphs at all",
         {
             "FULL": "CUDAGraphMode",
+            "decode_mode": "Callable[[], CUDAGraphMode]",
             "has_full_cudagraphs": "Callable[[], bool]",
             "has_piecewise_cudagraphs": "Callable[[], bool]",
+            "separate_routine": "Callable[[], bool]",
         },
     ),
     Reads(

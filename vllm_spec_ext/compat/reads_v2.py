@@ -27,6 +27,7 @@ CLASSES_V2: tuple[Reads, ...] = (
             "block_tables": "BlockTables",
             "cache_config": "CacheConfig",
             "compilation_config": "CompilationConfig",
+            "cudagraph_manager": "ModelCudaGraphManager",
             "device": "torch.device",
             "draft_tokens_handler": "object",
             "execute_model_state": "ExecuteModelState | None",
@@ -46,6 +47,25 @@ CLASSES_V2: tuple[Reads, ...] = (
             "use_aux_hidden_state_outputs": "bool",
             "vllm_config": "VllmConfig",
         },
+    ),
+    _V2(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "ModelCudaGraphManager",
+        "the CUDA graphs of the target, which ours take the place of",
+        {
+            "vllm_config": "VllmConfig",
+            "device": "torch.device",
+            "cudagraph_mode": "CUDAGraphMode",
+            "decode_query_len": "int",
+            "lora_capture_cases": "list[int]",
+            "ubatch_runner": "UBatchRunner | None",
+        },
+    ),
+    _V2(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "BatchExecutionDescriptor",
+        "the graph that a step gets",
+        {},
     ),
     _V2(
         "vllm.v1.worker.gpu.model_runner",

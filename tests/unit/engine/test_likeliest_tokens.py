@@ -43,3 +43,13 @@ def test_a_chain_needs_no_parents() -> None:
     (chain,) = found.of_requests([(7, 8)], [[1, 2]], [None])
     assert chain is not None
     assert chain.contexts.tolist() == [[7, 8], [8, 1], [1, 2]]
+
+
+def test_what_fills_a_tree_up_says_nothing() -> None:
+    """An asynchronous scheduler has as many rows verified whatever was drafted."""
+    rows = torch.arange(6)
+    found = LikeliestTokens(rows[:, None], rows[:, None].float())
+    (tree,) = found.of_requests([(7, 8)], [[1, 2, 3, -1, -1]], [[-1, -1, 1]])
+    assert tree is not None
+    assert tree.contexts.tolist() == [[7, 8], [8, 1], [8, 2], [2, 3]]
+    assert tree.tokens.ravel().tolist() == [0, 1, 2, 3]

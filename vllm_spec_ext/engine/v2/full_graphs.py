@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether CUDA graphs of the V2 runner leave room for branches."""
+"""Full CUDA graphs of the V2 runner: for steps of any draft lengths, and not for branches.
 
+vLLM captures full graphs for steps in which every request verifies as many tokens as there can be.
+Scheduled step by step our requests verify what pays, often nothing; without a full graph such a
+step launches every layer's attention by itself, which took three times as long as the rest of it
+(SmolLM2-135M on an H200, docs/gpu.md). vLLM has graphs for steps of mixed lengths (0.32
+``CudaGraphManager.varlen_decode``), but takes them for its own adaptive verification alone.
+"""
+
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+
 if TYPE_CHECKING:
-    from vllm.config.compilation import CUDAGraphMode
+    from vllm_spec_ext.engine.v2.runner import SpecRunnerV2Mixin
 
 
-def no_trees_reason(graphs: "CUDAGraphMode") -> str | None:
+def no_trees_reason(graphs: CUDAGraphMode) -> str | None:
     """Why steps cannot have branches; None if they can.
 
     vLLM takes a full graph for every step where it makes no others, and there is nothing else to
@@ -16,3 +28,72 @@ def no_trees_reason(graphs: "CUDAGraphMode") -> str | None:
     if graphs.has_full_cudagraphs() and not graphs.has_piecewise_cudagraphs():
         return f"cudagraph_mode is {graphs}; choose FULL_AND_PIECEWISE or PIECEWISE"
     return None
+
+
+class AnyLengthGraphs(ModelCudaGraphManager):
+    """Full graphs that replay decoding steps of 1 to ``decode_query_len`` tokens a request."""
+
+    def __init__(self, made: ModelCudaGraphManager, has_trees: Callable[[], bool]) -> None:
+        """Stand in for what vLLM made; nothing is captured yet.
+
+        Args:
+            made: vLLM's own, of the same engine.
+            has_trees: Whether the step for which a graph is wanted has branches.
+        """
+        super().__init__(
+            made.vllm_config,
+            made.device,
+            made.cudagraph_mode,
+            made.decode_query_len,
+            lora_capture_cases=made.lora_capture_cases,
+            varlen_decode=True,
+            ubatch_runner=made.ubatch_runner,
+        )
+        self._has_trees = has_trees
+
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        max_query_len: int | None = None,
+        num_ubatches: int = 1,
+    ) -> BatchExecutionDescriptor:
+        """As vLLM's; a step with branches gets no full graph.
+
+        Such a graph has a fixed number of requests, and runs nothing of ours when KV is written.
+        """
+        if self._has_trees():
+            max_query_len = None  # as vLLM says of a step with a prefill
+        return super().dispatch(
+            num_reqs,
+            num_tokens,
+            uniform_token_count,
+            num_active_loras,
+            max_query_len,
+            num_ubatches,
+        )
+
+
+def take_any_length(runner: "SpecRunnerV2Mixin") -> None:
+    """Put graphs of any length in the place of the runner's, where its attention can replay them.
+
+    With asynchronous scheduling every request does verify as many tokens, as vLLM expects.
+
+    Args:
+        runner: Its KV cache initialised, its graphs not captured.
+    """
+    made = runner.cudagraph_manager
+    mode = made.cudagraph_mode
+    if (
+        runner.is_async
+        or not mode.separate_routine()
+        or mode.decode_mode() != CUDAGraphMode.FULL
+        or runner.vllm_config.cache_config.kv_sharing_fast_prefill  # keeps vLLM's manager
+        or get_varlen_cudagraph_unsupported_backend(
+            runner.attn_groups, runner.vllm_config, made.decode_query_len
+        )
+    ):
+        return
+    runner.cudagraph_manager = AnyLengthGraphs(made, runner.has_trees)

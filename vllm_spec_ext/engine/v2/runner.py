@@ -25,7 +25,7 @@ from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.attention import TreeAttention
 from vllm_spec_ext.engine.trees.plan import RequestRows
 from vllm_spec_ext.engine.v2.batch_rows import batch_rows, computed_tokens
-from vllm_spec_ext.engine.v2.full_graphs import no_trees_reason
+from vllm_spec_ext.engine.v2.full_graphs import no_trees_reason, take_any_length
 from vllm_spec_ext.engine.v2.known_requests import KnownRequests
 from vllm_spec_ext.engine.v2.late_tables.late_steps import LateSteps
 from vllm_spec_ext.engine.v2.late_tables.speculator import LateSpeculator
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
     from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
     from vllm.v1.worker.gpu.model_runner import (
         BatchReqState,
         ExecuteModelState,
@@ -75,6 +76,7 @@ class SpecRunnerV2Mixin:
     use_aux_hidden_state_outputs: bool
     block_tables: "BlockTables"
     attn_groups: "list[list[AttentionGroup]]"
+    cudagraph_manager: "ModelCudaGraphManager"
 
     draft_tokens_handler: Any  # vLLM's or ours
     is_async: bool
@@ -139,6 +141,7 @@ class SpecRunnerV2Mixin:
         """Add the scratch blocks of draft trees and models behind the request blocks."""
         initialize = super().initialize_kv_cache  # type: ignore[misc]
         scratch = add_scratch(self, initialize, kv_cache_config, *args, **kwargs)
+        take_any_length(self)
         if scratch:
             layers = self.compilation_config.static_forward_context
             groups = self.kv_cache_config.kv_cache_groups
@@ -187,7 +190,7 @@ class SpecRunnerV2Mixin:
         self._computed = computed_tokens(self.spec_requests, self.req_states, state)
         if self.tree_attention is not None:
             self._lay_out_trees(self.tree_attention)
-            if self.tree_attention.plan is not None:
+            if self.has_trees():
                 uniform_tokens = None
         return state, uniform_tokens
 
@@ -201,6 +204,10 @@ class SpecRunnerV2Mixin:
             requests.append(RequestRows(start, num_tokens, self._computed[row], tree))
             start += num_tokens
         trees.plan_step(requests, [self.spec_requests.blocks(name) for name in step.request_ids])
+
+    def has_trees(self) -> bool:
+        """Whether the step that is being prepared verifies branches."""
+        return self.tree_attention is not None and self.tree_attention.plan is not None
 
     def commit_trees(self) -> None:
         """Put the accepted branches' KV in its place."""

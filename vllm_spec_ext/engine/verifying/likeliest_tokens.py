@@ -43,7 +43,8 @@ class LikeliestTokens:
         Args:
             histories: The last two verified tokens before the step; -1 = there is none.
             drafts: Scheduled draft tokens of each; -1 = a placeholder, whose row says nothing.
-            parents: Of each draft; None = a chain.
+            parents: Of each draft; None = a chain. A tree's may end before the placeholders that
+                fill it up.
         """
         tokens = self.tokens.to("cpu", torch.int32).numpy()
         probs = self.probs.cpu().numpy()
@@ -52,9 +53,11 @@ class LikeliestTokens:
         for history, draft, up in zip(histories, drafts, parents, strict=True):
             contexts, rows = [history], [start]
             for node, token in enumerate(draft):
+                if token < 0:
+                    continue
                 above = node - 1 if up is None else up[node]
                 before = history[1] if above < 0 else draft[above]
-                if token >= 0 and before >= 0:
+                if before >= 0:
                     contexts.append((before, token))
                     rows.append(start + 1 + node)
             start += 1 + len(draft)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which CUDA graph a step gets; a CPU has none, so here is only what vLLM would choose."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_greedy_identity import METHODS, runner_of
+from vllm.config.compilation import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+from vllm_spec_ext.engine.v2.full_graphs import AnyLengthGraphs, take_any_length
+
+SIZES = [1, 2, 4, 8, 16, 32, 72]
+MOST_REQUESTS = 8
+
+
+@pytest.fixture
+def runner(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Of an engine that drafts up to 8 tokens, as if on a GPU with vLLM's default graphs."""
+    runner = runner_of(make_engine(speculative_config=METHODS["oracle_tree"]))
+    assert type(runner.cudagraph_manager) is ModelCudaGraphManager  # without graphs vLLM's stays
+    config = runner.vllm_config.compilation_config
+    monkeypatch.setattr(config, "cudagraph_capture_sizes", SIZES)
+    monkeypatch.setattr(config, "max_cudagraph_capture_size", SIZES[-1])
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None)
+    builder = type(runner.attn_groups[0][0].get_metadata_builder(0))
+    monkeypatch.setattr(
+        builder, "get_cudagraph_support", lambda *arguments: AttentionCGSupport.ALWAYS
+    )
+    monkeypatch.setattr(runner, "cudagraph_manager", manager(runner))
+    yield runner
+    runner.tree_attention.end_step()
+
+
+def manager(runner: Any, mode: str = "FULL_AND_PIECEWISE") -> ModelCudaGraphManager:
+    """As vLLM makes it."""
+    return ModelCudaGraphManager(runner.vllm_config, runner.device, CUDAGraphMode[mode], 9)
+
+
+def graph_of(manager: Any, lengths: list[int], *, prefill: bool = False) -> str:
+    """The mode that a step of requests with so many tokens gets."""
+    manager._graphs_captured = True
+    longest = None if prefill else max(lengths)
+    uniform = lengths[0] if len(set(lengths)) == 1 and not prefill else None
+    return manager.dispatch(len(lengths), sum(lengths), uniform, 0, longest).cg_mode.name
+
+
+def test_steps_of_any_lengths_get_a_full_graph(runner: Any) -> None:
+    steps = ([1], [1, 1, 1], [4], [1, 9, 3])
+    vllm_takes = [graph_of(runner.cudagraph_manager, step) for step in steps]
+    assert vllm_takes == ["PIECEWISE"] * 4
+    take_any_length(runner)
+    assert isinstance(runner.cudagraph_manager, AnyLengthGraphs)
+    assert [graph_of(runner.cudagraph_manager, step) for step in steps] == ["FULL"] * 4
+    assert graph_of(runner.cudagraph_manager, [9] * MOST_REQUESTS) == "FULL"
+
+
+def test_prompts_and_branches_get_none(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_any_length(runner)
+    assert graph_of(runner.cudagraph_manager, [1, 5], prefill=True) == "PIECEWISE"
+    assert graph_of(runner.cudagraph_manager, [1, 20]) == "PIECEWISE"  # longer than a draft
+    monkeypatch.setattr(runner.tree_attention, "plan", object())
+    assert graph_of(runner.cudagraph_manager, [1, 5]) == "PIECEWISE"
+    assert graph_of(runner.cudagraph_manager, [9]) == "PIECEWISE"
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL", "NONE"])
+def test_other_modes_are_vllms(mode: str, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = manager(runner, mode)
+    monkeypatch.setattr(runner, "cudagraph_manager", made)
+    take_any_length(runner)
+    assert runner.cudagraph_manager is made
+
+
+def test_attention_must_replay_them(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = type(runner.attn_groups[0][0].get_metadata_builder(0))
+    monkeypatch.setattr(
+        builder, "get_cudagraph_support", lambda *arguments: AttentionCGSupport.UNIFORM_BATCH
+    )
+    made = runner.cudagraph_manager
+    take_any_length(runner)
+    assert runner.cudagraph_manager is made
+
+
+def test_asynchronous_steps_are_of_one_length(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = runner.cudagraph_manager
+    monkeypatch.setattr(runner, "is_async", True)
+    take_any_length(runner)
+    assert runner.cudagraph_manager is made
