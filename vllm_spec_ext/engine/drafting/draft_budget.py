@@ -197,7 +197,8 @@ class DraftBudget:
         if found is not None:
             if found.num_measured >= _KNOWN:
                 unexplained = seconds / found.plain_s - 1.0 - found.extra(num_drafted)
-                self.branches.observe(num_branches, unexplained)
+                if not self.branches.observe(num_branches, unexplained):
+                    return
             seconds -= self.branches.extra(num_branches) * found.plain_s
         self.costs.observe(num_requests, num_drafted, seconds)
 
