@@ -49,21 +49,8 @@ def flash_attention(site: Site) -> dict[str, Any]:
     reference = run(plain, SCENARIO)
     expected = firsts(reference)
     widest = run_with_trees(engine, expected)
-    num_tokens, largest = agreement(reference, widest.outputs)
+    found = require_agreement("trees on FLASH_ATTN", reference, widest.outputs, **widest.facts())
     whole = sum(len(answer) for answer in expected)
-    found = {"compared": num_tokens, "largest_difference": largest, **widest.facts()}
-    require(
-        num_tokens > 0.5 * whole,
-        f"trees on FLASH_ATTN: {num_tokens} of {whole} tokens until texts part, expected more "
-        "than half",
-        **found,
-    )
-    require(
-        largest < BFLOAT16_TOLERANCE,
-        f"trees on FLASH_ATTN: a log-probability differs by {largest:.3f}, expected less than "
-        f"{BFLOAT16_TOLERANCE}",
-        **found,
-    )
     controls = {}
     for mutate in CONTROLS:
         same, off = agreement(reference, run_with_trees(engine, expected, mutate).outputs)
@@ -145,6 +132,31 @@ def agreement(reference: Sequence[Any], outputs: Sequence[Any]) -> tuple[int, fl
             off = abs(one.logprobs[place][token].logprob - other.logprobs[place][token].logprob)
             num_tokens, largest = num_tokens + 1, max(largest, off)
     return num_tokens, largest
+
+
+def require_agreement(
+    what: str, reference: Sequence[Any], outputs: Sequence[Any], **found: Any
+) -> dict[str, Any]:
+    """Figures of answers in 16 bits beside those of plain decoding, with what else was found.
+
+    Raises:
+        CheckFailed: They part early, or a log-probability is off by more than rounding.
+    """
+    num_tokens, largest = agreement(reference, outputs)
+    whole = sum(len(out.outputs[0].token_ids) for out in reference)
+    found = {"compared": num_tokens, "largest_difference": largest, **found}
+    require(
+        num_tokens > 0.5 * whole,
+        f"{what}: {num_tokens} of {whole} tokens until texts part, expected more than half",
+        **found,
+    )
+    require(
+        largest < BFLOAT16_TOLERANCE,
+        f"{what}: a log-probability differs by {largest:.3f}, expected less than "
+        f"{BFLOAT16_TOLERANCE}",
+        **found,
+    )
+    return found
 
 
 def require_controls(controls: dict[str, int]) -> dict[str, Any]:

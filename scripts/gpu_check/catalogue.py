@@ -83,6 +83,13 @@ CHECKS = (
         240.0,
     ),
     Check(
+        "flash_attention_graphs",
+        "graphs:flash_attention_graphs",
+        "FlashAttention verifies drafts under the graphs that it gets",
+        "v2",
+        240.0,
+    ),
+    Check(
         "full_graphs_v1",
         "graphs:full_graphs_v1",
         "the same of the V1 runner: no step with a tree gets a FULL graph",

@@ -15,6 +15,7 @@ from generation import run
 from scenarios import PROMPTS, Scenario
 from test_greedy_identity import METHODS, runner_of
 
+from gpu_check import builders
 from gpu_check.identity import BACKEND, firsts
 from gpu_check.site import Site, require, require_identical
 
@@ -67,6 +68,28 @@ def full_graphs_v1(site: Site) -> dict[str, Any]:
         f"plain: {found['plain']} steps by graph, expected some of them FULL",
         **found,
     )
+    return found
+
+
+def flash_attention_graphs(site: Site) -> dict[str, Any]:
+    """Drafts of all lengths, and of one, under the graphs that an engine with FlashAttention has.
+
+    In bfloat16, so by log-probabilities, see :func:`gpu_check.builders.flash_attention`.
+    """
+    sizes: dict[str, Any] = {"backend": "FLASH_ATTN", "dtype": "bfloat16"}
+    reference = run(site.engine(**sizes), builders.SCENARIO)
+    found: dict[str, Any] = {}
+    for name, is_async in (("chains", False), ("async_chains", True)):
+        engine = site.with_graphs(
+            "FULL_AND_PIECEWISE",
+            speculative_config=METHODS["oracle"],
+            async_scheduling=is_async,
+            **sizes,
+        )
+        modes: Modes = Counter()
+        with counted(runner_of(engine), modes):
+            outputs = run(engine, builders.SCENARIO, firsts(reference))
+        found[name] = builders.require_agreement(name, reference, outputs, **shown(modes))
     return found
 
 

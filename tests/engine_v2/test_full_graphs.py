@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
+from vllm_spec_ext.engine.v2 import full_graphs
 from vllm_spec_ext.engine.v2.full_graphs import AnyLengthGraphs, take_any_length
 
 SIZES = [1, 2, 4, 8, 16, 32, 72]
@@ -26,9 +27,12 @@ def runner(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(config, "cudagraph_capture_sizes", SIZES)
     monkeypatch.setattr(config, "max_cudagraph_capture_size", SIZES[-1])
     monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None)
-    builder = type(runner.attn_groups[0][0].get_metadata_builder(0))
+    group = runner.attn_groups[0][0]
+    monkeypatch.setattr(full_graphs, "REPLAYING", (group.backend.get_name(),))
     monkeypatch.setattr(
-        builder, "get_cudagraph_support", lambda *arguments: AttentionCGSupport.ALWAYS
+        type(group.get_metadata_builder(0)),
+        "get_cudagraph_support",
+        lambda *arguments: AttentionCGSupport.ALWAYS,
     )
     monkeypatch.setattr(runner, "cudagraph_manager", manager(runner))
     yield runner
@@ -75,11 +79,19 @@ def test_other_modes_are_vllms(mode: str, runner: Any, monkeypatch: pytest.Monke
     assert runner.cudagraph_manager is made
 
 
-def test_attention_must_replay_them(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    builder = type(runner.attn_groups[0][0].get_metadata_builder(0))
-    monkeypatch.setattr(
-        builder, "get_cudagraph_support", lambda *arguments: AttentionCGSupport.UNIFORM_BATCH
-    )
+@pytest.mark.parametrize("ours", [True, False])
+def test_attention_must_replay_them(
+    ours: bool, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what vLLM says of a backend, and by what was seen of it."""
+    if ours:
+        monkeypatch.setattr(full_graphs, "REPLAYING", ("TRITON_ATTN",))
+    else:
+        monkeypatch.setattr(
+            type(runner.attn_groups[0][0].get_metadata_builder(0)),
+            "get_cudagraph_support",
+            lambda *arguments: AttentionCGSupport.UNIFORM_BATCH,
+        )
     made = runner.cudagraph_manager
     take_any_length(runner)
     assert runner.cudagraph_manager is made

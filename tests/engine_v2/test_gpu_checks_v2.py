@@ -21,6 +21,12 @@ def test_asynchronous_steps(site: Site) -> None:
     assert found["steps"]["oracle"]["sync"] > 10
 
 
+def test_seeded_trees(site: Site) -> None:
+    found = identity.seeded_trees(site)
+    assert found["compared"] > 100
+    assert found["drafts"]["oracle_tree"]["accepted"] > 50
+
+
 def test_late_tables(site: Site) -> None:
     found = late.late_tables(site)
     assert found["compared"] > 400
@@ -35,6 +41,18 @@ def test_trees_wider_than_the_engine(site: Site, monkeypatch: pytest.MonkeyPatch
     found = builders.triton_attention(site)
     assert found["compared"] > 100
     assert found["controls"]["no_commit"] > 0
+
+
+def test_drafts_in_16_bits(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = builders.Scenario(
+        [{"max_tokens": 12, "ignore_eos": True, "logprobs": 0}], builders.PROMPTS[:2]
+    )
+    monkeypatch.setattr(builders, "SCENARIO", short)
+    found = graphs.flash_attention_graphs(site)
+    assert found["chains"]["compared"] > 12
+    monkeypatch.setattr(builders, "BFLOAT16_TOLERANCE", 0.0)
+    with pytest.raises(CheckFailed, match="a log-probability differs"):
+        graphs.flash_attention_graphs(site)
 
 
 def test_graphs_of_the_v2_runner_are_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

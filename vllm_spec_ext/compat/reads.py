@@ -59,6 +59,7 @@ CLASSES: tuple[Reads, ...] = (
             "attention_config": "AttentionConfig",
             "quant_config": "object | None",
             "lora_config": "object | None",
+            "use_v2_model_runner": "bool",
         },
     ),
     Reads(

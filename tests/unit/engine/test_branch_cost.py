@@ -39,7 +39,7 @@ def test_branches_and_nodes_are_told_apart(branch: float, error: float) -> None:
 
 
 def test_steps_with_branches_may_be_dear_as_such() -> None:
-    """On a GPU only others get a full CUDA graph: twice a plain step, and chains are not to blame."""
+    """On a GPU only others get a full CUDA graph; chains are not to blame for it."""
     budget = DraftBudget()
     run(budget, 0.05, 60, any_=2.0)
     soon = budget.branches.extra(2)

@@ -154,7 +154,11 @@ class Drafter:
             "lossless" if self._settings.lossless else f"NOT lossless ({self._settings.rule})",
             "trees" if self.drafts_trees else "chains",
             self._settings.runner,
-            scheduling(self._is_async, self.waits_because),
+            scheduling(
+                self._is_async,
+                self.waits_because,
+                may_be_async=device.type != "cpu" and self._vllm_config.use_v2_model_runner,
+            ),
         )
 
     def warm_up(self) -> None:

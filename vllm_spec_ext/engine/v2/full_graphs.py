@@ -3,7 +3,7 @@
 
 vLLM captures full graphs for steps in which every request verifies as many tokens as there can be.
 Scheduled step by step our requests verify what pays, often nothing; without a full graph such a
-step launches every layer's attention by itself, which took three times as long as the rest of it
+step launches every layer's attention by itself, which took twice as long as all the rest of it
 (SmolLM2-135M on an H200, docs/gpu.md). vLLM has graphs for steps of mixed lengths (0.32
 ``CudaGraphManager.varlen_decode``), but takes them for its own adaptive verification alone.
 """
@@ -17,6 +17,13 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 
 if TYPE_CHECKING:
     from vllm_spec_ext.engine.v2.runner import SpecRunnerV2Mixin
+
+REPLAYING = ("TRITON_ATTN",)
+"""Attention backends whose full graphs gave plain decoding's tokens at any length, on an H200.
+
+FlashAttention 3 gave other texts there, though vLLM says that it can; by its source as its schedule
+is made for the longest request of a step, and the graph for the longest one that there can be.
+"""
 
 
 def no_trees_reason(graphs: CUDAGraphMode) -> str | None:
@@ -91,9 +98,17 @@ def take_any_length(runner: "SpecRunnerV2Mixin") -> None:
         or not mode.separate_routine()
         or mode.decode_mode() != CUDAGraphMode.FULL
         or runner.vllm_config.cache_config.kv_sharing_fast_prefill  # keeps vLLM's manager
-        or get_varlen_cudagraph_unsupported_backend(
-            runner.attn_groups, runner.vllm_config, made.decode_query_len
-        )
+        or not _can_replay(runner, made.decode_query_len)
     ):
         return
     runner.cudagraph_manager = AnyLengthGraphs(made, runner.has_trees)
+
+
+def _can_replay(runner: "SpecRunnerV2Mixin", decode_query_len: int) -> bool:
+    groups = runner.attn_groups
+    if any(group.backend.get_name() not in REPLAYING for each in groups for group in each):
+        return False
+    unsupported = get_varlen_cudagraph_unsupported_backend(
+        groups, runner.vllm_config, decode_query_len
+    )
+    return unsupported is None
