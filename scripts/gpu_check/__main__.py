@@ -6,15 +6,23 @@ was interrupted; what was checked by then stands in the JSON.
 """
 
 import argparse
+import os
 import sys
 import tempfile
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
 from gpu_check.catalogue import CHECKS, named
 from gpu_check.machine import find_gpu, require_cuda_build
 from gpu_check.report import Report, line
-from gpu_check.running import WHOLE_LIMIT_S, child_command, run_check, run_checks
+from gpu_check.running import (
+    WHOLE_LIMIT_S,
+    checks_at_once,
+    child_command,
+    run_check,
+    run_checks,
+)
 from vllm_spec_ext.bench import provenance
 from vllm_spec_ext.errors import SpecExtError
 
@@ -28,6 +36,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", help="small model in place of SmolLM2-135M: a name or folder")
     made.add_argument(
         "--limit", type=float, default=WHOLE_LIMIT_S, help="seconds of all checks together"
+    )
+    made.add_argument(
+        "--at-once",
+        type=int,
+        default=checks_at_once(len(os.sched_getaffinity(0))),
+        help="checks side by side (default: half as many as there are cores, 8 at most)",
     )
     made.add_argument("--list", action="store_true", help="what there is to check")
     return made
@@ -56,14 +70,16 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"gpu-check: cannot write {given.json}: {error}", file=sys.stderr)
         return 2
-    command = child_command(logs / "tiny", given.model)
+    command, stop = child_command(logs, given.model), threading.Event()
     print(f"gpu-check: {len(checks)} checks on {gpu.name}; logs in {logs}", flush=True)
     try:
         run_checks(
             report,
             checks,
-            lambda check, limit_s: run_check(check, command, logs, limit_s),
+            lambda check, limit_s: run_check(check, command, logs, limit_s, stop),
             lambda result: print(line(result), flush=True),
+            at_once=max(1, given.at_once),
+            stop=stop,
             whole_limit_s=given.limit,
         )
     except KeyboardInterrupt:

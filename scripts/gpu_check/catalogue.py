@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks, in the order in which they run: those that explain most failures come first."""
+"""The checks, in the order in which they begin: those that explain most failures come first."""
 
 import importlib
 from collections.abc import Callable
@@ -22,6 +22,7 @@ class Check:
     runner: Literal["v1", "v2"]
     limit_s: float = 180.0
     engines_inside: bool = True  # in the check's own process, where it can look at them
+    alone: bool = False  # nothing else may use the GPU meanwhile
 
     def load(self) -> CheckFunction:
         """The function; importing it may import torch and vLLM."""
@@ -109,6 +110,7 @@ CHECKS = (
         "v2",
         240.0,
         engines_inside=False,
+        alone=True,
     ),
     Check(
         "identity_small",

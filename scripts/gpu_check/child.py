@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one check: ``python -m gpu_check.child NAME RESULT MODEL [SMALL_MODEL]``.
+"""The process of one check: ``python -m gpu_check.child NAME RESULT FOLDER [SMALL_MODEL]``.
 
-Writes what the check found to the file RESULT. MODEL is the folder of the tiny model, which is
-made if it is not there.
+Writes what the check found to the file RESULT. What it needs and writes lies in ``FOLDER/NAME``,
+the tiny model, too, which is made if it is not there.
 """
 
 import json
@@ -59,10 +59,12 @@ def outcome_of(function: CheckFunction, site: Site) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     """Run the check; returns the exit status."""
-    name, result, model, *small = arguments
+    name, result, folder, *small = arguments
     (check,) = named([name])
     register_test_drafters()
-    site = site_on_gpu(Path(model), small[0] if small else None)
+    own = Path(folder) / name
+    own.mkdir(parents=True, exist_ok=True)
+    site = site_on_gpu(own / "tiny", small[0] if small else None)
     outcome = outcome_of(check.load(), site)
     write_json(Path(result), json.loads(json.dumps(outcome, default=str)))
     return 0 if outcome["passed"] else 1

@@ -3,6 +3,7 @@
 
 import json
 import sys
+import threading
 import time
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -16,7 +17,13 @@ from gpu_check.catalogue import CHECKS, Check, named
 from gpu_check.child import outcome_of
 from gpu_check.machine import Gpu, NoGpuError, find_gpu, require_cuda_build
 from gpu_check.report import CheckResult, Report
-from gpu_check.running import child_command, environment, run_check, run_checks
+from gpu_check.running import (
+    checks_at_once,
+    child_command,
+    environment,
+    run_check,
+    run_checks,
+)
 from gpu_check.site import CheckFailed, Site, first_difference, require_identical
 from vllm_spec_ext.errors import UnknownNameError
 
@@ -214,6 +221,46 @@ def test_checks_for_which_no_time_is_left_are_not_run(tmp_path: Path) -> None:
     assert limits == [400.0, 300.0]
     assert [result.outcome for result in said] == ["passed", "passed", "not run"]
     assert not report.passed
+
+
+def test_checks_run_side_by_side_but_for_those_that_need_the_gpu_alone(tmp_path: Path) -> None:
+    report = report_of(tmp_path / "r.json", "a", "b", "c", "d")
+    checks = [Check(name, "", "", "v2", alone=name in "ac") for name in "abcd"]
+    running, met, alone = set[str](), threading.Barrier(2, timeout=20), list[set[str]]()
+
+    def run(check: Check, limit_s: float) -> CheckResult:
+        running.add(check.name)
+        if check.alone:
+            alone.append(set(running))
+        else:
+            met.wait()  # for the other one
+        running.remove(check.name)
+        return CheckResult(check.name, "passed", 1.0)
+
+    said = list[CheckResult]()
+    results = run_checks(report, checks, run, said.append, at_once=2)
+    assert alone == [{"a"}, {"c"}]
+    assert {result.name for result in said[:2]} == {"b", "d"}
+    assert len(results) == 4
+    assert report.passed
+    assert [checks_at_once(cores) for cores in (1, 2, 6, 64)] == [1, 1, 3, 8]
+
+
+def test_checks_that_run_end_with_an_interruption(tmp_path: Path) -> None:
+    report, stop = report_of(tmp_path / "r.json", "a", "b"), threading.Event()
+    checks = [Check(name, "", "", "v2") for name in "ab"]
+
+    def run(check: Check, limit_s: float) -> CheckResult:
+        if check.name == "b":
+            raise KeyboardInterrupt  # as the main thread gets it while it waits
+        sleeper = write_outcome("import time; time.sleep(60)")
+        return run_check(check, sleeper, tmp_path, limit_s, stop)
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_checks(report, checks, run, lambda _: None, at_once=2, stop=stop)
+    assert time.monotonic() - started < 30
+    assert not report.results
 
 
 @pytest.mark.parametrize(("code", "status"), [("pass", 0), ("sys.exit(1)", 1)])
