@@ -80,3 +80,12 @@ def test_a_pause_is_no_cost() -> None:
     cost = BranchCost()
     cost.observe(1, 40.0)
     assert cost.extra(1) < 0.1
+
+
+def test_pauses_are_none_if_they_are_not_in_a_row() -> None:
+    cost = BranchCost()
+    for _ in range(20):
+        cost.observe(1, 40.0)
+        cost.observe(1, 40.0)
+        cost.observe(1, 0.05)
+    assert cost.extra(1) < 0.1
