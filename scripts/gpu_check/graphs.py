@@ -86,9 +86,7 @@ def flash_attention_graphs(site: Site) -> dict[str, Any]:
             async_scheduling=is_async,
             **sizes,
         )
-        modes: Modes = Counter()
-        with counted(runner_of(engine), modes):
-            outputs = run(engine, builders.SCENARIO, firsts(reference))
+        outputs, modes = answer_counted(engine, builders.SCENARIO, firsts(reference))
         found[name] = builders.require_agreement(name, reference, outputs, **shown(modes))
     return found
 
@@ -122,11 +120,25 @@ def run_counted(
     if method is not None:
         arguments["speculative_config"] = METHODS[method]
     engine = site.with_graphs(mode, **arguments)
+    outputs, modes = answer_counted(engine, SCENARIO, None if method is None else answers)
+    require_identical(f"{method or 'plain'} with {mode} graphs", answers, firsts(outputs))
+    return modes
+
+
+def answer_counted(
+    engine: Any, scenario: Scenario, truths: list[list[int]] | None
+) -> tuple[Any, Modes]:
+    """Outputs, and what graphs the steps had.
+
+    Args:
+        engine: Any.
+        scenario: What to answer.
+        truths: What an oracle knows.
+    """
     modes: Modes = Counter()
     with counted(runner_of(engine), modes):
-        found = firsts(run(engine, SCENARIO, None if method is None else answers))
-    require_identical(f"{method or 'plain'} with {mode} graphs", answers, found)
-    return modes
+        outputs = run(engine, scenario, truths)
+    return outputs, modes
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def test_branches_and_nodes_are_told_apart(branch: float, error: float) -> None:
     """Estimates lean towards the first guess, which speaks for trying branches again."""
     budget = DraftBudget()
     run(budget, branch)
-    assert budget.branches.extra(1) == pytest.approx(branch, abs=error)
+    assert budget.branches.expected(1) == pytest.approx(branch, abs=error)
     found = budget.costs.estimate(1)
     assert found is not None
     assert found.per_token == pytest.approx(TOKEN, abs=0.015)
@@ -66,20 +66,20 @@ def test_proposers_are_told_in_tokens() -> None:
 
 def test_what_is_not_tried_is_forgotten() -> None:
     cost = BranchCost()
-    first = cost.extra(1)
+    first = cost.expected(1)
     for _ in range(50):
         cost.observe(2, 0.8)
-    dear = cost.extra(1)
+    dear = cost.expected(1)
     assert dear > 4 * first
     for _ in range(4000):
         cost.observe(0, 0.0)
-    assert cost.extra(1) == pytest.approx(first, rel=0.2)
+    assert cost.expected(1) == pytest.approx(first, rel=0.2)
 
 
 def test_a_pause_is_no_cost() -> None:
     cost = BranchCost()
     cost.observe(1, 40.0)
-    assert cost.extra(1) < 0.1
+    assert cost.expected(1) < 0.1
 
 
 def test_pauses_are_none_if_they_are_not_in_a_row() -> None:
@@ -88,4 +88,4 @@ def test_pauses_are_none_if_they_are_not_in_a_row() -> None:
         cost.observe(1, 40.0)
         cost.observe(1, 40.0)
         cost.observe(1, 0.05)
-    assert cost.extra(1) < 0.1
+    assert cost.expected(1) < 0.1

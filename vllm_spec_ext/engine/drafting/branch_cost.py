@@ -27,9 +27,16 @@ class BranchCost:
         self._product = self._square = 0.0  # of branches and what they took; of branches
         self._surprises: list[float] = []  # in a row, beside what was expected
 
+    def expected(self, num_branches: int) -> float:
+        """What so many branches add to a step, in plain steps; below 0 where noise says so."""
+        if not num_branches:
+            return 0.0
+        each = (_FIRST_WEIGHT * _FIRST + self._product) / (_FIRST_WEIGHT + self._square)
+        return self._of_step + each * num_branches
+
     def extra(self, num_branches: int) -> float:
-        """What so many branches add to a step, in plain steps."""
-        return max(0.0, self._expected(num_branches))
+        """The same, at least 0."""
+        return max(0.0, self.expected(num_branches))
 
     def observe(self, num_branches: int, unexplained: float) -> bool:
         """Learn from a step.
@@ -45,7 +52,7 @@ class BranchCost:
             self._product, self._square = _FADE * self._product, _FADE * self._square
             self._of_step *= _FADE
             return True
-        surprise = unexplained - self._expected(num_branches)
+        surprise = unexplained - self.expected(num_branches)
         if abs(surprise) > _PAUSE:
             self._surprises.append(surprise)
             if len(self._surprises) == _JUMP:
@@ -60,10 +67,3 @@ class BranchCost:
         self._product = _MEMORY * self._product + num_branches * taken
         self._square = _MEMORY * self._square + num_branches**2
         return True
-
-    def _expected(self, num_branches: int) -> float:
-        """Below 0 where noise says so."""
-        if not num_branches:
-            return 0.0
-        each = (_FIRST_WEIGHT * _FIRST + self._product) / (_FIRST_WEIGHT + self._square)
-        return self._of_step + each * num_branches
