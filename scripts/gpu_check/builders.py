@@ -142,9 +142,10 @@ def require_agreement(
     Raises:
         CheckFailed: They part early, or a log-probability is off by more than rounding.
     """
-    num_tokens, largest = agreement(reference, outputs)
-    whole = sum(len(out.outputs[0].token_ids) for out in reference)
-    found = {"compared": num_tokens, "largest_difference": largest, **found}
+    found = figures(reference, outputs, **found)
+    num_tokens, whole, largest = (
+        found[name] for name in ("compared", "tokens", "largest_difference")
+    )
     require(
         num_tokens > 0.5 * whole,
         f"{what}: {num_tokens} of {whole} tokens until texts part, expected more than half",
@@ -157,6 +158,13 @@ def require_agreement(
         **found,
     )
     return found
+
+
+def figures(reference: Sequence[Any], outputs: Sequence[Any], **found: Any) -> dict[str, Any]:
+    """How far answers in 16 bits agree with those of plain decoding, with what else was found."""
+    num_tokens, largest = agreement(reference, outputs)
+    whole = sum(len(out.outputs[0].token_ids) for out in reference)
+    return {"compared": num_tokens, "tokens": whole, "largest_difference": largest, **found}
 
 
 def require_controls(controls: dict[str, int]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_spec_ext.engine.v2 import full_graphs
 from vllm_spec_ext.engine.v2.full_graphs import AnyLengthGraphs, take_any_length
@@ -35,7 +36,9 @@ def runner(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         lambda *arguments: AttentionCGSupport.ALWAYS,
     )
     monkeypatch.setattr(runner, "cudagraph_manager", manager(runner))
+    kind = type(runner.model_state)
     yield runner
+    runner.model_state.__class__ = kind
     runner.tree_attention.end_step()
 
 
@@ -102,3 +105,26 @@ def test_asynchronous_steps_are_of_one_length(runner: Any, monkeypatch: pytest.M
     monkeypatch.setattr(runner, "is_async", True)
     take_any_length(runner)
     assert runner.cudagraph_manager is made
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_full_graph_gets_the_length_that_it_was_captured_for(mode: str, runner: Any) -> None:
+    """A backend may plan for the longest request, as FlashAttention 3 does."""
+    take_any_length(runner)
+    batch = InputBatch.make_dummy(2, 4, runner.input_buffers)
+    assert batch.max_query_len is None
+    seen: list[int] = []
+    group = runner.attn_groups[0][0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            group, "build_metadata", lambda common, *args, **more: seen.append(common.max_query_len)
+        )
+        runner.model_state.prepare_attn(
+            batch,
+            CUDAGraphMode[mode],
+            *runner.prepare_attn(batch),
+            runner.attn_groups,
+            runner.kv_cache_config,
+        )
+    assert seen == [9 if mode == "FULL" else 2]
+    assert batch.max_query_len is None

@@ -8,21 +8,27 @@ step launches every layer's attention by itself, which took twice as long as all
 ``CudaGraphManager.varlen_decode``), but takes them for its own adaptive verification alone.
 """
 
+from abc import ABC
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
     from vllm_spec_ext.engine.v2.runner import SpecRunnerV2Mixin
 
 REPLAYING = ("TRITON_ATTN",)
 """Attention backends whose full graphs gave plain decoding's tokens at any length, on an H200.
 
-FlashAttention 3 gave other texts there, though vLLM says that it can; by its source as its schedule
-is made for the longest request of a step, and the graph for the longest one that there can be.
+FlashAttention 3 gave other texts there, though vLLM says that it can. Its schedule was made for the
+longest request of the step then, and the graph for the longest one that there can be;
+:class:`PromisedLengthMixin` came after that, and ran on no GPU since. ``make gpu-check`` tries it.
 """
 
 
@@ -83,6 +89,25 @@ class AnyLengthGraphs(ModelCudaGraphManager):
         )
 
 
+class PromisedLengthMixin(ABC):  # noqa: B024
+    """Mixed in front of a target's ``ModelState``: a full graph gets what it was captured for.
+
+    Abstract like that: Python exchanges an object's class only for one of the same layout.
+    """
+
+    def promise(self, num_tokens: int) -> None:
+        """State of our own: tokens of the longest request that the graphs can replay."""
+        self.promised_tokens = num_tokens
+
+    def prepare_attn(
+        self, input_batch: "InputBatch", cudagraph_mode: Any, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As vLLM does for its own steps of mixed lengths (0.32 ``InputBatch.max_query_len``)."""
+        if cudagraph_mode == CUDAGraphMode.FULL:
+            input_batch = replace(input_batch, max_query_len=self.promised_tokens)
+        return super().prepare_attn(input_batch, cudagraph_mode, *args, **kwargs)  # type: ignore[misc]
+
+
 def take_any_length(runner: "SpecRunnerV2Mixin") -> None:
     """Put graphs of any length in the place of the runner's, where its attention can replay them.
 
@@ -102,6 +127,13 @@ def take_any_length(runner: "SpecRunnerV2Mixin") -> None:
     ):
         return
     runner.cudagraph_manager = AnyLengthGraphs(made, runner.has_trees)
+    _promise(runner.model_state, made.decode_query_len)
+
+
+def _promise(model_state: "DefaultModelState", num_tokens: int) -> None:
+    base = type(model_state)
+    model_state.__class__ = type(f"Promised{base.__name__}", (PromisedLengthMixin, base), {})
+    cast(PromisedLengthMixin, model_state).promise(num_tokens)
 
 
 def _can_replay(runner: "SpecRunnerV2Mixin", decode_query_len: int) -> bool:
