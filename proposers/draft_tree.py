@@ -26,7 +26,7 @@ def parents_of(draft: Draft) -> list[int]:
 
 def is_branching(parents: Sequence[int]) -> bool:
     """Whether these nodes are anything but one chain."""
-    return any(parent != i - 1 for i, parent in enumerate(parents))
+    return [*parents] != chain_parents(len(parents))
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:

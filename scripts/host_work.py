@@ -7,7 +7,8 @@ A tiny model runs on one core in Triton's interpreter, which takes far longer th
 is measured is the time in this plugin's functions, without that in vLLM's functions that they call.
 What they launch on a GPU is part of it, and takes another time there. Every request verifies a
 chain of 8 tokens, or a tree of 16 nodes in four branches, a part of which is right. Printed are
-milliseconds a step: the median of steps in which every request verified one.
+milliseconds a step: the median of steps in which every request verified one. On a CPU the copies of
+KV blocks are shown, and are not part of ours: moving them is what a device does.
 
 The processor is the one of this machine: on a busy one the figures mean nothing, unless
 ``--clock cpu`` counts this thread's time alone, in which all of it runs. ``--profile FILE`` also
@@ -30,8 +31,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = ("prepare", "verify", "commit", "draft", "propose")
-"""Of a step, in their order. ``propose`` is the proposer itself, here one that knows its answer."""
+STAGES = ("prepare", "verify", "commit", "draft", "copies", "propose")
+"""Of a step, in their order. ``copies`` are those of KV blocks, ``propose`` is the proposer itself,
+here one that knows its answer."""
 
 SHAPES = ("chain", "tree")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
@@ -109,7 +111,7 @@ def watched(runner: Any, stages: Stages) -> Iterator[None]:
     import pytest
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from vllm_spec_ext.engine.trees import attention
+    from vllm_spec_ext.engine.trees import attention, block_copies
     from vllm_spec_ext.engine.v2.rejection import WalkSampler
     from vllm_spec_ext.engine.v2.runner import SpecRunnerV2Mixin
 
@@ -131,6 +133,7 @@ def watched(runner: Any, stages: Stages) -> Iterator[None]:
         time_method(SpecRunnerV2Mixin, "commit_trees", "commit")
         time_method(attention.TreeAttention, "begin", "prepare")
         time_method(attention, "expand_attention", "prepare")
+        time_method(block_copies.LayerBlocks, "copy", "copies")
         for name in ("__call__", "_verify_in_chunks"):
             time_method(RejectionSampler, name, THEIRS)
             time_method(WalkSampler, name, "verify")
@@ -178,10 +181,16 @@ def measure(
     return steps
 
 
-def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each stage, and of all of ours together without the proposer."""
+def medians(steps: Sequence[dict[str, float]], *, on_cpu: bool) -> dict[str, float]:
+    """Of each stage, and of all of ours together.
+
+    Args:
+        steps: As of :func:`measure`.
+        on_cpu: The CPU itself moves the blocks that are copied.
+    """
     found = {stage: statistics.median(step[stage] for step in steps) for stage in STAGES}
-    ours = [sum(step[stage] for stage in STAGES if stage != "propose") for step in steps]
+    others = ("propose", "copies") if on_cpu else ("propose",)
+    ours = [sum(step[stage] for stage in STAGES if stage not in others) for step in steps]
     return {**found, "ours": statistics.median(ours)}
 
 
@@ -211,13 +220,15 @@ def run_shape(
     answers = plain.generate(prompts, sampling_params(greedy), use_tqdm=False)
     truths = [list(out.outputs[0].token_ids) for out in answers]
     params = [sampling_params(greedy, {"truth": truth}) for truth in truths]
+    from vllm.platforms import current_platform
+
     found = {}
     for size in batch_sizes:
         measure(engine, prompts[:size], params[:size])  # compiles, and fills caches
         engine.reset_prefix_cache()
         steps = measure(engine, prompts[:size], params[:size], profile, clock)
         engine.reset_prefix_cache()
-        found[str(size)] = {"steps": len(steps), **medians(steps)}
+        found[str(size)] = {"steps": len(steps), **medians(steps, on_cpu=current_platform.is_cpu())}
         print(table({shape: {str(size): found[str(size)]}}), file=sys.stderr, flush=True)
     return found
 

@@ -88,10 +88,10 @@ class MovedBlocks:
             commit(walk)
             committing.clear()
 
-        def record_copy(pairs: Sequence[tuple[int, int]]) -> None:
+        def record_copy(pairs: Sequence[tuple[int, int]], *placed: Any) -> None:
             if committing:
                 self.moved.update(to for _, to in pairs)
-            copy(pairs)
+            copy(pairs, *placed)
 
         def record_prepare(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
             batch = runner.input_batch

@@ -47,6 +47,7 @@ def test_an_inner_stage_is_no_part_of_the_outer_one(host_work: ModuleType) -> No
         "verify": 0.0,
         "commit": 0.0,
         "draft": 9000.0,
+        "copies": 0.0,
         "propose": 2000.0,
     }
     assert stages.take()["draft"] == 0.0
@@ -63,10 +64,13 @@ def test_every_stage_of_a_step_is_timed(
     params = [sampling_params(scenario.params[0], {"truth": truth}) for truth in answers]
     steps = host_work.measure(engine, scenario.prompts, params)
     assert 5 < len(steps) < NUM_TOKENS - 10, "a part of each draft is right"
-    found = host_work.medians(steps)
+    found = host_work.medians(steps, on_cpu=True)
     for stage in ("prepare", "verify", "draft", "propose"):
         assert found[stage] > 0, stage
     assert max(step["commit"] for step in steps) > 0
     assert found["ours"] > found["verify"]
+    if shape == "tree":
+        assert found["copies"] > 0
+        assert host_work.medians(steps, on_cpu=False)["ours"] > found["ours"]
     assert type(runner_of(engine)).sample_tokens is before, "nothing of it stays"
     assert shape in host_work.table({shape: {"3": found}})

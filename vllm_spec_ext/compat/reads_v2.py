@@ -105,6 +105,7 @@ CLASSES_V2: tuple[Reads, ...] = (
             "idx_mapping": "torch.Tensor",
             "idx_mapping_np": "numpy.ndarray",
             "logits_indices": "torch.Tensor",
+            "max_query_len": "int | None",
             "positions": "torch.Tensor",
         },
     ),

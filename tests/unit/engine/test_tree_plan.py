@@ -151,6 +151,8 @@ def check_visibility(step: Step, plan: TreePlan) -> int:
     checked = 0
     query_lens = np.diff(plan.query_starts).tolist()
     assert query_lens.count(0) == 0
+    assert plan.longest_query == max(query_lens)
+    assert plan.longest_seq == max(plan.seq_lens.tolist())
     assert plan.query_starts[0] == 0, "rows must stay where vLLM put them"
     assert plan.query_starts[-1] == sum(r.num_tokens for r in step.requests)
     for virtual, index in enumerate(plan.request_of):
@@ -199,6 +201,16 @@ def test_with_too_few_scratch_blocks_a_prefix_is_kept(step: Step) -> None:
             assert plan.kept[index] == -1
 
 
+def commits_of(step: Step, plan: TreePlan, index: int, path: list[int]) -> list[tuple[int, int]]:
+    """Blocks (from, to) if a request's path is accepted, and nothing of the others."""
+    accepted = np.full((len(step.requests), len(path) + 1), -1, np.int64)
+    accepted[index, : len(path)] = path
+    num_accepted = np.zeros(len(step.requests), np.int64)
+    num_accepted[index] = len(path)
+    found = zip(*(each.tolist() for each in plan.commits(accepted, num_accepted)), strict=True)
+    return [(block, int(step.table[row, column])) for row, block, column in found]
+
+
 @given(steps(plenty=False))
 @settings(max_examples=300, deadline=None)
 def test_commit_leaves_the_accepted_path_in_the_requests_own_blocks(step: Step) -> None:
@@ -208,17 +220,12 @@ def test_commit_leaves_the_accepted_path_in_the_requests_own_blocks(step: Step) 
     size = step.block_size
     for index, request in enumerate(step.requests):
         if request.parents is None:
-            last_row = request.first_row + request.num_tokens - 1
-            assert plan.commits(last_row, request.num_tokens) == []
+            assert commits_of(step, plan, index, list(range(request.num_tokens - 1))) == []
             continue
-        assert plan.commits(request.first_row, 1) == []
+        assert commits_of(step, plan, index, []) == []
         for node in range(int(plan.kept[index])):
             expected = history(step, index, node)
-            num_blocks = (len(expected) - 1) // size - request.num_computed // size + 1
-            copies = [
-                (block, int(step.table[index, column]))
-                for block, column in plan.commits(request.first_row + 1 + node, num_blocks)
-            ]
+            copies = commits_of(step, plan, index, ancestors(list(request.parents), node))
             assert not {a for a, _ in copies} & {b for _, b in copies}
             cache = dict(before)
             for a, b in copies:

@@ -246,18 +246,19 @@ class Drafter:
         outcomes: Sequence[StepOutcome],
         num_refused: int,
     ) -> None:
-        decoded = [  # not the prefill's step, which gives one token anyway
-            request
-            for request in step.requests
-            if request.num_output_tokens > len(request.new_tokens)
-        ]
         # The drafts made now are of the next step, which a request's last one never has.
         verified = {outcome.request_id for outcome in outcomes}
-        num_steps = sum(request.num_steps for request in decoded)
+        num_steps = num_tokens = num_drafted = 0
+        for request in step.requests:
+            num_new = len(request.new_tokens)
+            if request.num_output_tokens > num_new:  # a prefill's step gives one token anyway
+                num_steps += request.num_steps
+                num_tokens += num_new
+                num_drafted += request.request_id in verified
         self.counts.add(
             steps=num_steps,
-            emitted_tokens=sum(len(request.new_tokens) for request in decoded),
-            empty_drafts=num_steps - sum(request.request_id in verified for request in decoded),
+            emitted_tokens=num_tokens,
+            empty_drafts=num_steps - num_drafted,
             verified_drafts=len(verified),
             verified_nodes=sum(outcome.num_drafted for outcome in outcomes),
             accepted_nodes=sum(outcome.num_accepted for outcome in outcomes),

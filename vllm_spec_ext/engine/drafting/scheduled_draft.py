@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's draft as the next step will verify it; plain data that every rank gets alike."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_spec_ext.proposers.base import Drawn
 
 
-@dataclass(frozen=True)
-class ScheduledDraft:
+class ScheduledDraft(NamedTuple):
     """What is left of a draft once it was cut to what the next step can verify."""
 
     request_id: str

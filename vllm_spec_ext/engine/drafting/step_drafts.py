@@ -324,8 +324,10 @@ class StepDrafts:
             return segment_bounds(parents)[0][1], None, 0
         num_computed = len(request.token_ids) - 1
         size, used = fitting_prefix(parents, num_computed, trees.block_size, num_free)
-        kept = parents[:size]
-        return size, kept if is_branching(kept) else None, used
+        if size < len(parents):
+            parents = parents[:size]
+            return size, parents if is_branching(parents) else None, used
+        return size, parents, used
 
     def _may_draw(self, request_id: str) -> bool:
         """Whether the distributions of a draft may be used for this request.

@@ -4,7 +4,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +65,8 @@ class RequestState:
         draft, size = self._draft_of(scheduled)
         if draft is None or draft.parents is None:
             return None
+        if size == len(draft.parents):
+            return draft.parents  # which has branches, or it would be kept as a chain
         parents = draft.parents[:size]
         return parents if is_branching(parents) else None
 
@@ -76,8 +78,7 @@ class RequestState:
         return DraftDistributions(self.probs[:size], draft.drawn)
 
 
-@dataclass(frozen=True)
-class KnownRequest:
+class KnownRequest(NamedTuple):
     """A request of the batch, as its runner knows it."""
 
     token_ids: NDArray[np.int32]  # [num_tokens] verified so far, the prompt first

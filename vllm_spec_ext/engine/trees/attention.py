@@ -112,11 +112,10 @@ class TreeAttention:
             caches: Of the target's layers, by the scheduler's blocks.
             block_size: Tokens a block of the request's block table.
         """
-        self.scratch = list(scratch)
+        self.scratch = np.array(scratch, np.int64)
         self.block_size = block_size
         self.plan: TreePlan | None = None
         self._device: torch.device = runner.device
-        self._requests: Sequence[RequestRows] = ()
         self._table: BlockTable = ()
         self._written: tuple[torch.Tensor, torch.Tensor] | None = None
         group = runner.attn_groups[0][0]
@@ -135,7 +134,7 @@ class TreeAttention:
         """
         self.end_step()
         if any(request.parents is not None for request in requests):
-            self._requests, self._table = requests, table
+            self._table = table
             self.plan = build_plan(requests, table, self.block_size, self.scratch)
 
     def end_step(self) -> None:
@@ -151,35 +150,29 @@ class TreeAttention:
         """
         plan = self.plan
         assert plan is not None
+        new = on_device(plan, self._device)
         if len(plan.rows):
-            new = on_device(plan, self._device)
             positions.index_copy_(0, new.rows, new.positions)
             slots.index_copy_(0, new.rows, new.slots)
-        self.copy_blocks(plan.tail_copies.tolist())
+        self.copy_blocks(plan.tail_copies.tolist(), new.tail_copies)
 
     def commit(self, walk: Walk) -> None:
         """Put the accepted tokens' KV in its place, before anything counts as computed."""
         assert self.plan is not None
-        copies = []
-        for request, path, table in zip(self._requests, walk.paths, self._table, strict=False):
-            if request.parents is None or not path:
-                continue
-            root, size = request.num_computed, self.block_size
-            num_blocks = (root + len(path)) // size - root // size + 1
-            last_row = request.first_row + 1 + path[-1]
-            copies += [
-                (block, int(table[column]))
-                for block, column in self.plan.commits(last_row, num_blocks)
-            ]
-        self.copy_blocks(copies)
+        requests, blocks, columns = self.plan.commits(walk.accepted, walk.num_accepted)
+        found = zip(requests.tolist(), blocks.tolist(), columns.tolist(), strict=True)
+        self.copy_blocks([(block, int(self._table[r][column])) for r, block, column in found])
 
-    def copy_blocks(self, pairs: Sequence[Sequence[int]]) -> None:
-        """Copy whole KV blocks of the target's layers.
+    def copy_blocks(
+        self, pairs: Sequence[Sequence[int]], placed: torch.Tensor | None = None
+    ) -> None:
+        """Copy whole KV blocks of the target's layers; see :meth:`.block_copies.LayerBlocks.copy`.
 
         Args:
             pairs: (from, to); no block may be on both sides.
+            placed: [2 * n] int64 the same on the device, where it is there already.
         """
-        self._blocks.copy(pairs)
+        self._blocks.copy(pairs, placed)
 
     def _wrap_write(self, impl: "CPUAttentionBackendImpl") -> None:
         """When a layer writes its KV, let it write the shared ancestors into scratch blocks too."""
@@ -245,10 +238,17 @@ def expand_attention(
         seq_lens=new.seq_lens,
         seq_lens_cpu_upper_bound=None if upper is None else torch.from_numpy(plan.seq_lens),
         num_reqs=len(plan.request_of),
-        max_query_len=int(np.diff(plan.query_starts).max()),
-        max_seq_len=int(plan.seq_lens.max()),
+        max_query_len=plan.longest_query,
+        max_seq_len=plan.longest_seq,
         block_table_tensor=table,
-        is_prefilling=None if prefilling is None else prefilling[of.to(prefilling.device)],
+        is_prefilling=None if prefilling is None else prefilling[_on(prefilling.device, plan)],
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
     )
+
+
+def _on(device: torch.device, plan: TreePlan) -> torch.Tensor:
+    """``request_of``; on the host without waiting for the device."""
+    if device.type == "cpu":
+        return torch.from_numpy(plan.request_of)
+    return on_device(plan, device).request_of

@@ -25,11 +25,12 @@ class LayerBlocks:
         views = {cache.data_ptr(): cache.unflatten(0, (num_blocks, -1)) for cache in caches}
         self._stacks = _stacks(list(views.values()))
 
-    def copy(self, pairs: Sequence[Sequence[int]]) -> None:
+    def copy(self, pairs: Sequence[Sequence[int]], placed: torch.Tensor | None = None) -> None:
         """Copy blocks of each layer.
 
         Args:
             pairs: (from, to); no block may be on both sides.
+            placed: [2 * n] int64 the same on the device, where it is there already.
         """
         if not pairs or not self._stacks:
             return
@@ -42,8 +43,9 @@ class LayerBlocks:
                 for source, first, end in runs:
                     blocks[:, first:end] = blocks[:, source : source + 1]
             return
-        ids = torch.tensor(list(pairs), dtype=torch.int64).to(device, non_blocking=True)
-        sources, targets = ids.unbind(dim=1)
+        if placed is None:
+            placed = torch.tensor(pairs, dtype=torch.int64).to(device, non_blocking=True)
+        sources, targets = placed.view(-1, 2).unbind(dim=1)
         for blocks in self._stacks:
             blocks.index_copy_(1, targets, blocks.index_select(1, sources))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_spec_ext.engine.trees.plan_kernel import cut, place
+from vllm_spec_ext.engine.trees.plan_kernel import committed, cut, place
 from vllm_spec_ext.proposers.draft_tree import node_depths
 from vllm_spec_ext.scorers.walk.tree import node_depths as depths_of_batch
 
@@ -59,23 +59,31 @@ class TreePlan:
     table_blocks: IntArray  # ... and scratch block
     kept: IntArray  # [num_requests] nodes that are really verified; -1 = no branches
     num_dropped: int  # nodes for which no scratch block was left
+    longest_query: int  # rows of the longest virtual request
+    longest_seq: int  # tokens that the longest one attends to
+    first_rows: IntArray  # [num_requests] of each request
+    num_computed: IntArray  # [num_requests]
+    block_size: int
     tensors: "PlanTensors | None" = None  # the same on the device, once it was asked for
 
-    def commits(self, last_row: int, num_blocks: int) -> list[tuple[int, int]]:
-        """Where the accepted tokens' KV lies if it is not in the request's own blocks.
+    def commits(
+        self, accepted: IntArray, num_accepted: IntArray
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Where the accepted tokens' KV lies if it is not in the requests' own blocks.
 
         Args:
-            last_row: Of the last accepted node.
-            num_blocks: Blocks from the one with the root to that with this node.
+            accepted: [num_requests, n] int64 nodes of the accepted paths, root's child first.
+            num_accepted: [num_requests] int64 how many of them count.
 
         Returns:
-            Pairs (scratch block, column of the request's block table).
+            Requests, scratch blocks, and columns of the requests' block tables.
         """
-        virtual = int(self.query_starts.searchsorted(last_row, "right")) - 1
-        first, end = self.scratch_starts[virtual : virtual + 2].tolist()
-        used = slice(first, min(end, first + num_blocks))
-        blocks, columns = self.table_blocks[used].tolist(), self.table_columns[used].tolist()
-        return list(zip(blocks, columns, strict=True))
+        virtual = (self.query_starts, self.scratch_starts, self.table_blocks, self.table_columns)
+        requests = (self.first_rows, self.num_computed)
+        found: tuple[IntArray, IntArray, IntArray] = committed(
+            *virtual, *requests, accepted, num_accepted, self.block_size
+        )
+        return found
 
 
 def segment_bounds(parents: Sequence[int]) -> list[tuple[int, int]]:
@@ -135,9 +143,8 @@ def build_plan(
     parents = np.fromiter(chain.from_iterable(nodes), np.int64)
     trees = (starts, parents, depths_of_batch(parents, starts))
     free = np.asarray(scratch, np.int64)
-    request_of, query_starts, seq_lens, scratch_starts, kept, num_dropped = cut(
-        first_rows, num_tokens, computed, *trees, len(free), block_size
-    )
+    cuts = cut(first_rows, num_tokens, computed, *trees, len(free), block_size)
+    request_of, query_starts, seq_lens, scratch_starts, kept, num_dropped, *longest = cuts
     virtual = (request_of, query_starts, scratch_starts)
     where = place(
         *virtual, first_rows, computed, *trees, np.array(tails, np.int64), free, block_size
@@ -159,9 +166,15 @@ def build_plan(
         table_blocks=free[: len(columns)],
         kept=kept,
         num_dropped=num_dropped,
+        longest_query=int(longest[0]),
+        longest_seq=int(longest[1]),
+        first_rows=first_rows,
+        num_computed=computed,
+        block_size=block_size,
     )
 
 
 def warm_up() -> None:
     """Compile the layout (seconds on a cold cache) before the first request."""
-    build_plan([RequestRows(0, 3, 1, [-1, -1])], [[0]], 2, [1, 2])
+    plan = build_plan([RequestRows(0, 3, 1, [-1, -1])], [[0]], 2, [1, 2])
+    plan.commits(np.array([[1]], np.int64), np.array([1], np.int64))

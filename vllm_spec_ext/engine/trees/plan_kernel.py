@@ -23,8 +23,8 @@ def cut(  # type: ignore[no-untyped-def]
         block_size: Tokens a block.
 
     Returns:
-        ``request_of``, ``query_starts``, ``seq_lens``, ``scratch_starts``, ``kept`` and
-        ``num_dropped`` of a :class:`.plan.TreePlan`.
+        ``request_of``, ``query_starts``, ``seq_lens``, ``scratch_starts``, ``kept``,
+        ``num_dropped``, ``longest_query`` and ``longest_seq`` of a :class:`.plan.TreePlan`.
     """
     num_requests = len(first_rows)
     most = len(parents) + num_requests
@@ -62,6 +62,10 @@ def cut(  # type: ignore[no-untyped-def]
             request_of[v], seq_lens[v], scratch_starts[v] = r, root + num_tokens[r], num_taken
             v += 1
     query_starts[v], scratch_starts[v] = end_row, num_taken
+    longest_query = longest_seq = 0
+    for virtual in range(v):
+        longest_query = max(longest_query, query_starts[virtual + 1] - query_starts[virtual])
+        longest_seq = max(longest_seq, seq_lens[virtual])
     return (
         request_of[:v],
         query_starts[: v + 1],
@@ -69,6 +73,8 @@ def cut(  # type: ignore[no-untyped-def]
         scratch_starts[: v + 1],
         kept,
         num_dropped,
+        longest_query,
+        longest_seq,
     )
 
 
@@ -155,3 +161,49 @@ def place(  # type: ignore[no-untyped-def]
 def _slot(taken, place, block_size):  # type: ignore[no-untyped-def]
     """Of what lies `place` behind the beginning of the tail block, in the blocks taken for it."""
     return taken[place // block_size] * block_size + place % block_size
+
+
+@kernel
+def committed(  # type: ignore[no-untyped-def]
+    query_starts,
+    scratch_starts,
+    table_blocks,
+    table_columns,
+    first_rows,
+    num_computed,
+    accepted,
+    num_accepted,
+    block_size,
+):
+    """Say where the KV of accepted nodes lies if it is not in their request's own blocks.
+
+    Args:
+        query_starts: As of :func:`cut`.
+        scratch_starts: Likewise.
+        table_blocks: [n] scratch blocks, as of :class:`.plan.TreePlan`.
+        table_columns: As of :func:`place`.
+        first_rows: As of :func:`cut`.
+        num_computed: Likewise.
+        accepted: [num_requests, n] nodes of the accepted paths.
+        num_accepted: [num_requests] how many of them count.
+        block_size: Likewise.
+
+    Returns:
+        Requests, scratch blocks and columns of the requests' block tables, an entry a block.
+    """
+    most = len(table_blocks)
+    requests, blocks = np.empty(most, np.int64), np.empty(most, np.int64)
+    columns = np.empty(most, np.int64)
+    n = 0
+    for r in range(len(first_rows)):
+        length = num_accepted[r]
+        if length == 0:
+            continue
+        last_row = first_rows[r] + 1 + accepted[r, length - 1]
+        v = np.searchsorted(query_starts, last_row, "right") - 1
+        root = num_computed[r]
+        used = (root + length) // block_size - root // block_size + 1
+        for i in range(scratch_starts[v], min(scratch_starts[v + 1], scratch_starts[v] + used)):
+            requests[n], blocks[n], columns[n] = r, table_blocks[i], table_columns[i]
+            n += 1
+    return requests[:n], blocks[:n], columns[:n]

@@ -65,10 +65,13 @@ class WalkSampler(RejectionSampler):
         step, sampler = runner.spec_step, runner.sampler
         sampler.look_at(logits)
         sampler.set_eta(input_batch)
-        temperatures = sampler.sampling_states.temperature.np[input_batch.idx_mapping_np]
-        greedy = (temperatures == 0.0).tolist()
         plan = None if runner.tree_attention is None else runner.tree_attention.plan
-        distributions = drawn_of(step, greedy)
+        greedy: list[bool] = []
+        distributions = {}
+        if self._relaxed_rule is not None or any(state.probs is not None for state in step.states):
+            temperatures = sampler.sampling_states.temperature.np[input_batch.idx_mapping_np]
+            greedy = (temperatures == 0.0).tolist()
+            distributions = drawn_of(step, greedy)
         self._batch = None
         if plan is not None or distributions or self._relaxed_rule is not None:
             batch = self._batch = step_batch(step, plan)
@@ -175,7 +178,7 @@ class WalkSampler(RejectionSampler):
         tokens = np.zeros((batch.num_requests, self.num_speculative_steps + 1), np.int64)
         width = min(tokens.shape[1], taken.emitted.shape[1])
         tokens[:, :width] = taken.emitted[:, :width]
-        num_sampled = torch.from_numpy((taken.num_accepted + 1).astype(np.int32)).to(device)
+        num_sampled = torch.from_numpy(taken.num_accepted.astype(np.int32) + 1).to(device)
         return processed, torch.from_numpy(tokens).to(device), num_sampled
 
     @staticmethod
