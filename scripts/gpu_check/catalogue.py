@@ -98,6 +98,13 @@ CHECKS = (
         240.0,
     ),
     Check(
+        "draft_graphs",
+        "draft_passes:draft_graphs",
+        "passes of draft models from CUDA graphs draft what they drafted without, and their times",
+        "v2",
+        240.0,
+    ),
+    Check(
         "relaxed_rule",
         "relaxed:relaxed_rule",
         "relaxed rules decide on the device as on the host, and run in an engine",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_greedy_identity import runner_of
 
-from gpu_check import alone, builders, graphs, identity, relaxed
+from gpu_check import alone, builders, draft_passes, graphs, identity, relaxed
 from gpu_check.site import CheckFailed, Site
 from vllm_spec_ext.bench.engine_client import EngineFailed
 
@@ -128,3 +128,14 @@ def test_bench_alone_fails_where_an_engine_does(
 
 def test_engines_of_the_checks_are_those_of_this_process(site: Site) -> None:
     assert runner_of(site.engine(backend="TRITON_ATTN")) is runner_of(site.engine())
+
+
+def test_passes_of_draft_models(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = draft_passes.draft_graphs(site)
+    for name in ("chain", "head", "blocks"):
+        assert found[name]["with"]["passes"] > 10
+        assert found[name]["with"]["pass_us"] > 0
+    assert found["chain"]["with"]["accepted"] > 50
+    monkeypatch.setattr(draft_passes, "LEAST_OF_ITSELF", 1.1)
+    with pytest.raises(CheckFailed, match="draft tokens were accepted of a model that drafts for"):
+        draft_passes.draft_graphs(site)

@@ -299,6 +299,7 @@ CLASSES: tuple[Reads, ...] = (
         "names the full graphs, and whether there are graphs at all",
         {
             "FULL": "CUDAGraphMode",
+            "NONE": "CUDAGraphMode",
             "decode_mode": "Callable[[], CUDAGraphMode]",
             "has_full_cudagraphs": "Callable[[], bool]",
             "has_piecewise_cudagraphs": "Callable[[], bool]",
@@ -633,7 +634,11 @@ CLASSES: tuple[Reads, ...] = (
         "vllm.v1.kv_cache_interface",
         "KVCacheSpec",
         "bytes of the scratch blocks, and of a request",
-        {"page_size_bytes": "int", "max_memory_usage_bytes": "Callable[[VllmConfig], int]"},
+        {
+            "block_size": "int",
+            "page_size_bytes": "int",
+            "max_memory_usage_bytes": "Callable[[VllmConfig], int]",
+        },
     ),
     Reads(
         "vllm.v1.worker.utils",
@@ -644,6 +649,7 @@ CLASSES: tuple[Reads, ...] = (
             "layer_names": "list[str]",
             "kernel_block_size": "int | None",
             "kv_cache_group_id": "int",
+            "kv_cache_spec": "KVCacheSpec",
             "build_metadata": "Callable[..., object]",
             "create_metadata_builders": "Callable[..., None]",
             "build_metadata_for_drafting": "Callable[..., CPUAttentionMetadata]",

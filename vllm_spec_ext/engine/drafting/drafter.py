@@ -121,7 +121,14 @@ class Drafter:
         model = self._vllm_config.model_config
         device = next(target_model.parameters()).device
         self.ranks = Ranks(get_tp_group(), device)
-        self.models.load(self._vllm_config, self.ranks, target_model, device, self.counts)
+        self.models.load(
+            self._vllm_config,
+            self.ranks,
+            target_model,
+            device,
+            self.counts,
+            weights_change=self._settings.online is not None,
+        )
         self.views.load(
             self._vllm_config, self.ranks, target_model, device, self.models.paged, self.counts
         )

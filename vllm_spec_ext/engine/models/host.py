@@ -12,6 +12,7 @@ from vllm_spec_ext.engine.models.block_model import BlockModel, BlockSettings
 from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts
 from vllm_spec_ext.engine.models.dflash_loading import load_dflash
 from vllm_spec_ext.engine.models.draft_config import DraftConfig
+from vllm_spec_ext.engine.models.draft_graphs import Recorder, wants_graphs
 from vllm_spec_ext.engine.models.eagle_loading import load_eagle3
 from vllm_spec_ext.engine.models.eagle_model import EagleModel
 from vllm_spec_ext.engine.models.hosted_model import BatchRow, HostedModel
@@ -40,6 +41,7 @@ class ModelHost:
         self.block_models: list[BlockModel] = []
         self._counts = WorkerCounts()
         self._layers: tuple[int, ...] = ()
+        self._record_graphs = False
 
     def __bool__(self) -> bool:
         return bool(self._configs)
@@ -75,6 +77,8 @@ class ModelHost:
         target: torch.nn.Module,
         device: torch.device,
         counts: WorkerCounts,
+        *,
+        weights_change: bool,
     ) -> None:
         """Load the models, on every rank, once in the life of an engine.
 
@@ -86,8 +90,10 @@ class ModelHost:
             target: With its weights.
             device: Of the target.
             counts: Of this worker.
+            weights_change: The drafter learns while it serves.
         """
         self._counts = counts
+        self._record_graphs = wants_graphs(vllm_config, device, weights_change=weights_change)
         scheduler = vllm_config.scheduler_config
         default = default_layers(target) if self.heads else ()
         layers = iter(layers_by_model(self.heads, default))
@@ -143,6 +149,10 @@ class ModelHost:
             ranks: The workers that run the models together.
             target_states: [1, hidden] any, like the target's.
         """
+        if self.paged and self._record_graphs:
+            recorder = Recorder()
+            for model in self.paged:
+                model.record_graphs(recorder)
         for model in self.paged:
             if isinstance(model, PagedBlocks):
                 model.begin_step([target_states] * len(model.layers), target_states)

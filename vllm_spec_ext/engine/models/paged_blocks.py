@@ -16,6 +16,7 @@ import torch
 from vllm_spec_ext.engine.models.block_layers import layers_of, put_layers
 from vllm_spec_ext.engine.models.block_model import BlockOutput
 from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
+from vllm_spec_ext.engine.models.draft_graphs import Inputs
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 from vllm_spec_ext.engine.models.paged_model import PagedModel
 from vllm_spec_ext.engine.packed_projection import packed_projection
@@ -180,8 +181,8 @@ class PagedBlocks(PagedModel):
             return self.module.compute_logits
         return super()._find_projection()
 
-    def _run(self, plan: ForwardPass) -> torch.Tensor:
-        """[num_rows, hidden] behind the last norm; masks are filled as the extras say."""
+    def _inputs(self, plan: ForwardPass) -> Inputs:
+        """Masks are filled as the extras say."""
         assert self._current is not None
         ids = self._on_device(plan.ids)
         embeds = self.module.embed_input_ids(ids)
@@ -197,10 +198,15 @@ class PagedBlocks(PagedModel):
                 embeds, numbers.clamp(min=0), copies, self._embed, self._guesses
             )
             embeds = torch.where((numbers >= 0)[:, None], filled, embeds)
-        hidden: torch.Tensor = self.module(
-            input_ids=ids, positions=self._on_device(plan.positions), inputs_embeds=embeds
-        )
-        return hidden
+        return {
+            "input_ids": ids,
+            "positions": self._on_device(plan.positions),
+            "inputs_embeds": embeds,
+        }
+
+    def _blank_inputs(self, numbers: torch.Tensor) -> Inputs:
+        embeds = self.module.embed_input_ids(numbers)
+        return {"input_ids": numbers, "positions": numbers, "inputs_embeds": embeds}
 
     def _guess(self, plan: BlockPass) -> torch.Tensor | None:
         """[num_rows, hidden] states of the heads, of the rows' slots; None without heads."""

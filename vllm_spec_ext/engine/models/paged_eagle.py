@@ -2,10 +2,11 @@
 """Forward passes of an EAGLE-3 head over vLLM's KV cache; one on every tensor-parallel rank."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_spec_ext.engine.models.draft_graphs import Inputs
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 from vllm_spec_ext.engine.models.paged_model import PagedModel
 
@@ -46,16 +47,21 @@ class PagedEagle(PagedModel):
         """
         self._states, self._outputs = states, []
 
-    def _run(self, plan: ForwardPass) -> torch.Tensor:
+    def _inputs(self, plan: ForwardPass) -> Inputs:
+        return {**super()._inputs(plan), "hidden_states": self._states_of(plan)}
+
+    def _blank_inputs(self, numbers: torch.Tensor) -> Inputs:
+        width = self.vllm_config.model_config.get_hidden_size() * (len(self.layers) or 1)
+        dtype = self.vllm_config.model_config.dtype
+        states = torch.zeros(len(numbers), width, dtype=dtype, device=numbers.device)
+        blank = super()._blank_inputs(numbers)
+        return {**blank, "hidden_states": self.module.combine_hidden_states(states)}
+
+    def _taken(self, plan: ForwardPass, output: Any) -> torch.Tensor:
         """Keeps the outputs that drafted tokens will be read with."""
         hidden: torch.Tensor
         outputs: torch.Tensor
-        hidden, outputs = self.module(
-            input_ids=self._on_device(plan.ids),
-            positions=self._on_device(plan.positions),
-            hidden_states=self._states_of(plan),
-            inputs_embeds=None,
-        )
+        hidden, outputs = output
         if len(plan.wanted):
             self._outputs.append(outputs[self._on_device(plan.wanted)])
         return hidden

@@ -14,9 +14,11 @@ import torch
 from vllm.config.vllm import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_spec_ext.engine.models.common_metadata import common_metadata
+from vllm_spec_ext.engine.models.draft_graphs import SIZES, DraftGraphs, Inputs, Recorder
 from vllm_spec_ext.engine.models.draft_projection import quick_projection
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 from vllm_spec_ext.engine.trees.block_copies import LayerBlocks
@@ -48,6 +50,7 @@ class PagedModel:
         self.layer_names = list(layer_names)
         self.vllm_config = vllm_config
         self._device = device
+        self._graphs: DraftGraphs | None = None
 
     def bind(
         self, groups: Sequence[AttentionGroup], caches: Sequence[torch.Tensor], num_blocks: int
@@ -79,9 +82,15 @@ class PagedModel:
 
     def _hidden_of(self, plan: ForwardPass) -> torch.Tensor:
         """Write the KV of all rows; [num_rows, hidden] what logits are made of."""
-        slots = self._on_device(plan.slots)
+        slots, inputs = self._on_device(plan.slots), self._inputs(plan)
+        if self._graphs is not None and self._graphs.fits(plan):
+            return self._taken(plan, self._graphs.run(plan, inputs, slots))
         tables = self._on_device(plan.tables)
         common = common_metadata(plan.query_lens, plan.seq_lens, tables, slots)
+        return self._taken(plan, self._run(common, inputs))
+
+    def _run(self, common: CommonAttentionMetadata, inputs: Inputs) -> Any:
+        """The module's output."""
         metadata = {
             name: built
             for group in self._groups
@@ -91,11 +100,28 @@ class PagedModel:
         with set_forward_context(
             metadata,
             self.vllm_config,
-            num_tokens=plan.num_rows,
-            slot_mapping=dict.fromkeys(self.layer_names, slots),
+            num_tokens=common.num_actual_tokens,
+            slot_mapping=dict.fromkeys(self.layer_names, common.slot_mapping),
             skip_compiled=True,
         ):
-            return self._run(plan)
+            return self.module(**inputs)
+
+    @torch.inference_mode()
+    def record_graphs(self, recorder: Recorder) -> None:
+        """From now on, small passes are played from CUDA graphs.
+
+        Args:
+            recorder: Of the device.
+        """
+        positions = torch.zeros(SIZES[-1], dtype=torch.int64, device=self._device)
+        max_model_len = self.vllm_config.model_config.max_model_len
+        self._graphs = DraftGraphs(
+            self._run,
+            self._blank_inputs(positions),
+            most_blocks=-(-max_model_len // self._groups[0].kv_cache_spec.block_size),
+            max_model_len=max_model_len,
+            recorder=recorder,
+        )
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks of this model, (from, to); no block is on both sides."""
@@ -119,13 +145,21 @@ class PagedModel:
         """Logits of states."""
         return quick_projection(self.module) or self.module.compute_logits
 
-    def _run(self, plan: ForwardPass) -> torch.Tensor:
-        """[num_rows, hidden] what logits are made of."""
-        hidden: torch.Tensor = self.module(
-            input_ids=self._on_device(plan.ids),
-            positions=self._on_device(plan.positions),
-            inputs_embeds=None,
-        )
+    def _inputs(self, plan: ForwardPass) -> Inputs:
+        """Of the module."""
+        return {
+            "input_ids": self._on_device(plan.ids),
+            "positions": self._on_device(plan.positions),
+            "inputs_embeds": None,
+        }
+
+    def _blank_inputs(self, numbers: torch.Tensor) -> Inputs:
+        """Inputs of as many rows as there are numbers, any; these will do as ids and positions."""
+        return {"input_ids": numbers, "positions": numbers, "inputs_embeds": None}
+
+    def _taken(self, plan: ForwardPass, output: Any) -> torch.Tensor:
+        """[num_rows, hidden] what logits are made of, out of the module's output."""
+        hidden: torch.Tensor = output
         return hidden
 
     def _on_device(self, array: Any) -> torch.Tensor:
