@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on a tiny random model, in the test process, shared by all tests of the folder."""
+"""Engines on a tiny random model, in the test process, shared by all tests of the folder.
+
+``SPEC_EXT_TEST_RUNNER=v2 pytest tests/engine/test_...py`` runs them on vLLM's V2 model runner,
+whose kernels are interpreted: that takes about four times as long. Continuous integration runs
+``tests/engine_v2`` instead, which has the most telling of them.
+"""
 
 import os
 
@@ -15,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from pathlib import Path
 
 import pytest
+import triton_on_cpu
 from shared_engines import (
     _one_process_many_engines,
     _test_drafters,
@@ -35,8 +41,14 @@ __all__ = [
     "tiny_model",
 ]
 
+ON_V2 = os.environ.get("SPEC_EXT_TEST_RUNNER") == "v2"
+if ON_V2:
+    triton_on_cpu.make_visible()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
+            if ON_V2 and item.get_closest_marker("v1_runner"):
+                item.add_marker(pytest.mark.skip(reason="of the V1 runner alone"))

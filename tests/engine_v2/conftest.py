@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on vLLM's V2 model runner, on a CPU; see ``boot/triton_cpu_stub`` for how.
-
-Triton made visible changes the V1 runner, too: these tests run in a pytest process of their own.
-"""
+"""Engines on vLLM's V2 model runner, on a CPU, in a pytest process of their own."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import triton_on_cpu
 from generation import run, tokens
 from scenarios import SCENARIOS
 from shared_engines import (
@@ -43,21 +40,12 @@ def expected(plain: Any) -> Answers:
     return Answers(plain)
 
 
-BOOT = str(Path(__file__).parent / "boot")
 NEXT_VLLM = os.environ.get("SPEC_EXT_NEXT_VLLM")
 """A newer vLLM whose sources are to run over the binaries of this one, see scripts/next_vllm.py."""
 
-# Before Triton, torch and vLLM are imported anywhere, and for the processes that are spawned.
-if any(name in sys.modules for name in ("triton", "torch", "vllm")):
-    raise ImportError("tests/engine_v2 needs a process of its own: pytest tests/engine_v2")
-folders = [BOOT, str(ensure(NEXT_VLLM))] if NEXT_VLLM else [BOOT]
-sys.path[:0] = folders
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["TRITON_CPU_STUB_ASYNC"] = "1"
+triton_on_cpu.make_visible([str(ensure(NEXT_VLLM))] if NEXT_VLLM else [])
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes
-os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # vLLM's choice is V2 wherever it sees Triton
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ["VLLM_SPEC_EXT_STRICT"] = "1"  # a proposer that fails must fail the test

@@ -12,6 +12,7 @@ Graphs hold the addresses of weights, so a drafter that learns while it serves h
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,7 +100,8 @@ class DraftGraphs:
 
     def __init__(
         self,
-        run: Callable[[CommonAttentionMetadata, Inputs], Any],
+        build: Callable[[CommonAttentionMetadata], Any],
+        run: Callable[..., Any],
         blank: Inputs,
         *,
         most_blocks: int,
@@ -109,7 +111,8 @@ class DraftGraphs:
         """Record a graph for each of :data:`SIZES`.
 
         Args:
-            run: A pass of the module: what attention is told, and its inputs.
+            build: Makes what the backends want of what attention is told.
+            run: A pass of the module, given that, its rows' slots, and its inputs.
             blank: Inputs of as many rows as the largest size, any values.
             most_blocks: Columns of a block table.
             max_model_len: Tokens that a row can see.
@@ -131,10 +134,9 @@ class DraftGraphs:
         self._max_model_len = max_model_len
         self._recorded: dict[int, tuple[Any, Callable[[], None]]] = {}
         for size in reversed(SIZES):  # the largest first: the others use its memory again
-            inputs = self._part(size)
+            common, inputs = self._common(size), self._part(size)
             self._recorded[size] = recorder.record(
-                lambda size=size: self._metadata(size),  # type: ignore[misc]
-                lambda metadata, inputs=inputs: run(metadata, inputs),  # type: ignore[misc]
+                partial(build, common), partial(run, slots=common.slot_mapping, inputs=inputs)
             )
 
     def fits(self, plan: ForwardPass) -> bool:
@@ -173,7 +175,7 @@ class DraftGraphs:
             name: None if buffer is None else buffer[:size] for name, buffer in self._inputs.items()
         }
 
-    def _metadata(self, size: int) -> CommonAttentionMetadata:
+    def _common(self, size: int) -> CommonAttentionMetadata:
         return CommonAttentionMetadata(
             query_start_loc=self._starts[: size + 1],
             query_start_loc_cpu=self._starts_cpu[: size + 1],

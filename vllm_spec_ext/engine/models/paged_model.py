@@ -87,21 +87,24 @@ class PagedModel:
             return self._taken(plan, self._graphs.run(plan, inputs, slots))
         tables = self._on_device(plan.tables)
         common = common_metadata(plan.query_lens, plan.seq_lens, tables, slots)
-        return self._taken(plan, self._run(common, inputs))
+        return self._taken(plan, self._run(self._metadata(common), slots, inputs))
 
-    def _run(self, common: CommonAttentionMetadata, inputs: Inputs) -> Any:
-        """The module's output."""
-        metadata = {
+    def _metadata(self, common: CommonAttentionMetadata) -> dict[str, Any]:
+        """Of each layer."""
+        return {
             name: built
             for group in self._groups
             for built in [group.build_metadata_for_drafting(common, 0)]
             for name in group.layer_names
         }
+
+    def _run(self, metadata: dict[str, Any], slots: torch.Tensor, inputs: Inputs) -> Any:
+        """The module's output."""
         with set_forward_context(
             metadata,
             self.vllm_config,
-            num_tokens=common.num_actual_tokens,
-            slot_mapping=dict.fromkeys(self.layer_names, common.slot_mapping),
+            num_tokens=len(slots),
+            slot_mapping=dict.fromkeys(self.layer_names, slots),
             skip_compiled=True,
         ):
             return self.module(**inputs)
@@ -116,6 +119,7 @@ class PagedModel:
         positions = torch.zeros(SIZES[-1], dtype=torch.int64, device=self._device)
         max_model_len = self.vllm_config.model_config.max_model_len
         self._graphs = DraftGraphs(
+            self._metadata,
             self._run,
             self._blank_inputs(positions),
             most_blocks=-(-max_model_len // self._groups[0].kv_cache_spec.block_size),
