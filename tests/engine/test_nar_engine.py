@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nar` on a real engine: same text, drafts by definition, and those of vLLM's own dflash."""
 
+import itertools
 import json
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_bad_input import start
 from test_greedy_identity import runner_of
 
+from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
+from vllm_spec_ext.engine.models import host
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.models import SlotCandidates, SlotHint
 from vllm_spec_ext.proposers.nar import Nar, drawing
@@ -178,6 +182,86 @@ def test_preemption(
     dense = DenseDrafter(tiny_model, Path(drafters[METHODS[name]["model"]]))
     assert all(found is not None for text, _, slots, found in records if slots > 0)
     assert greatest_difference(dense, records, step=9) < 2e-5
+
+
+@pytest.fixture
+def resting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every second step that is read drafts, and up to three in a row go by; their lengths."""
+    seen: list[int] = [0]
+    turns = itertools.count()
+    within = StepDrafts._within_budget
+
+    def rests(self: Any, step: Any, new_tokens: list[list[int]]) -> bool:
+        unread = self._unread
+        if seen[-1] == 3 or step.started is None or any(step.drafts):
+            seen.append(0)
+            return False
+        if not unread.can_take(step.request_ids, new_tokens):
+            seen.append(0)
+            return False
+        self._leave_unread(new_tokens)
+        seen[-1] += 1
+        return True
+
+    def every_second(self: Any, requests: list[Any]) -> Any:
+        if next(turns) % 2:
+            requests = [replace(request, room=0) for request in requests]
+        return within(self, requests)
+
+    monkeypatch.setattr(StepDrafts, "_rests", rests)
+    monkeypatch.setattr(StepDrafts, "_within_budget", every_second)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["chain", "all_tree"])
+def test_states_of_steps_that_went_by_are_read_later(
+    name: str,
+    engines: Any,
+    plain: Any,
+    expected: dict[str, Any],
+    drafters: dict[str, str],
+    tiny_model: Path,
+    records: list[Record],
+    resting: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In batches that change, after prefix hits, and with requests that are preempted."""
+    engine = engines(name)
+    for scenario in ("mixed_lengths", "prefix_reused", "seeded"):
+        assert tokens(run(engine, SCENARIOS[scenario])) == expected[scenario]
+    long = Scenario([{"max_tokens": 100, "ignore_eos": True}], PROMPTS)
+    small = engines(name, engine={"num_gpu_blocks_override": FEW_BLOCKS})
+    preempted = count_preempted(small, monkeypatch)
+    assert tokens(run(small, long)) == tokens(run(plain, long))
+    assert preempted
+    assert resting.count(3) > 20
+    assert len(records) > 100
+    dense = DenseDrafter(tiny_model, Path(drafters[METHODS[name]["model"]]))
+    assert greatest_difference(dense, records, step=3) < 2e-5
+    # A request that was not in all of these steps has a gap, and gets no drafts; few have one.
+    lacking = sum(found is None for text, _, slots, found in records if slots > 0)
+    assert lacking < 0.1 * len(records)
+
+
+def test_states_of_other_rows_are_found_out(
+    engines: Any,
+    drafters: dict[str, str],
+    tiny_model: Path,
+    records: list[Record],
+    resting: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    join = host.with_unread
+
+    def swapped(rows: Any, places: dict[str, int], *sizes: int) -> Any:
+        return join(rows, dict(zip(places, [*places.values()][::-1], strict=True)), *sizes)
+
+    monkeypatch.setattr(host, "with_unread", swapped)
+    engine = engines("chain")
+    engine.reset_prefix_cache()
+    run(engine, SCENARIOS["mixed_lengths"])
+    dense = DenseDrafter(tiny_model, Path(drafters["public"]))
+    assert greatest_difference(dense, records, step=3) > 1e-2
 
 
 def test_nothing_is_left_of_requests_that_end(engines: Any) -> None:

@@ -37,7 +37,8 @@ class StepDrafts:
         settings = runner.speculative_config.spec_ext
         # Models and views read the states of every step; what is learned from is recorded there.
         drafter = runner.drafter
-        every_step = drafter.needs.every_step or drafter.models or drafter.views or settings.online
+        models_read = drafter.models and not drafter.models.can_rest
+        every_step = drafter.needs.every_step or models_read or drafter.views or settings.online
         self.budget: DraftBudget | None = None
         # An asynchronous scheduler has every request verify as many tokens, drafted or not.
         self._fixed_length = bool(runner.vllm_config.scheduler_config.async_scheduling)
@@ -114,7 +115,7 @@ class StepDrafts:
         runner = self._runner
         if self._rests(step, new_tokens):
             return [ScheduledDraft(name, [], None, None) for name in step.request_ids], []
-        self._unread.begin_reading(step.request_ids)
+        unread = self._unread.begin_reading(step.request_ids)
         started = self._observe_step(step, new_tokens)
         rows = [row for row, tokens in enumerate(new_tokens) if tokens]
         requests = [
@@ -144,7 +145,7 @@ class StepDrafts:
         models, views = runner.drafter.models, runner.drafter.views
         if models or views:
             batch = runner.rows_of(step, new_tokens)
-            models.begin_step(batch)
+            models.begin_step(batch, unread)
             views.begin_step(batch)
         made = runner.drafter.draft(
             context, step.outcomes(new_tokens), known, is_shadow=allowance.is_shadow
@@ -194,9 +195,13 @@ class StepDrafts:
             return False
         if any(step.drafts) or not self._unread.can_take(step.request_ids, new_tokens):
             return False
-        self._unread.take(new_tokens)
+        self._leave_unread(new_tokens)
         self.budget.rested(len(new_tokens), now - step.started, time.perf_counter() - now)
         return True
+
+    def _leave_unread(self, new_tokens: list[list[int]]) -> None:
+        self._unread.take(new_tokens)
+        self._runner.drafter.models.rest(len(new_tokens))
 
     def _observe_step(self, step: Step, new_tokens: list[list[int]]) -> float:
         """By now the new tokens are on the host; returns the time, at which drafting starts."""

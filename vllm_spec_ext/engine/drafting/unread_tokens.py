@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of steps in which the proposer rests; it gets them with those of a later step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class UnreadSteps(NamedTuple):
+    """Steps in a row with the same requests, each of which got one token in each of them."""
+
+    num_steps: int
+    num_requests: int
+    places: Mapping[str, int]  # of the requests that are still there: their row
 
 
 class UnreadTokens:
@@ -11,6 +20,7 @@ class UnreadTokens:
         """Nothing is unread."""
         self._batch: Sequence[str] = ()
         self._tokens: dict[str, list[int]] = {}
+        self._num_steps = 0
 
     def can_take(self, batch: Sequence[str], new_tokens: Sequence[Sequence[int]]) -> bool:
         """Whether the step only went on with the requests of the last one that was read.
@@ -23,12 +33,24 @@ class UnreadTokens:
 
     def take(self, new_tokens: Sequence[Sequence[int]]) -> None:
         """Keep the tokens of such a step."""
+        self._num_steps += 1
         for name, tokens in zip(self._batch, new_tokens, strict=True):
             self._tokens.setdefault(name, []).extend(tokens)
 
-    def begin_reading(self, batch: Sequence[str]) -> None:
-        """A step is read, with all that is unread of its requests."""
-        self._batch = batch
+    def begin_reading(self, batch: Sequence[str]) -> UnreadSteps:
+        """A step is read, with all that is unread of its requests.
+
+        Returns:
+            The steps that went by before it.
+        """
+        num_steps, before = self._num_steps, self._batch
+        self._batch, self._num_steps = batch, 0
+        whole = {
+            name: place
+            for place, name in enumerate(before if num_steps else ())
+            if len(self._tokens.get(name, ())) == num_steps
+        }
+        return UnreadSteps(num_steps, len(before), whole)
 
     def pop(self, name: str) -> list[int]:
         """What is unread of a request; each of these tokens is of another step."""

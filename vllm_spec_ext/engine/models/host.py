@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_spec_ext.engine.drafting.ranks import Ranks
+from vllm_spec_ext.engine.drafting.unread_tokens import UnreadSteps
 from vllm_spec_ext.engine.models.batch_events import BlockEvents
 from vllm_spec_ext.engine.models.block_model import BlockModel, BlockSettings
 from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts
@@ -22,6 +23,7 @@ from vllm_spec_ext.engine.models.paged_eagle import PagedEagle
 from vllm_spec_ext.engine.models.paged_model import PagedModel
 from vllm_spec_ext.engine.models.replay import SharedModel
 from vllm_spec_ext.engine.models.target_states import default_layers, layers_by_model, pick
+from vllm_spec_ext.engine.models.unread_states import with_unread
 from vllm_spec_ext.engine.watching.counts import WorkerCounts
 
 if TYPE_CHECKING:
@@ -196,8 +198,29 @@ class ModelHost:
             else:
                 model.begin_step(states)
 
-    def begin_step(self, rows: Sequence[BatchRow]) -> None:
-        """The target ran these rows, and drafting begins."""
+    @property
+    def can_rest(self) -> bool:
+        """Whether the states of some steps may be read later."""
+        return not self.models and all(model.may_wait for model in self.block_models)
+
+    def rest(self, num_requests: int) -> None:
+        """The step that :meth:`see` was told of is not read; each request got one token in it."""
+        for model in self.paged:
+            if isinstance(model, PagedBlocks):
+                model.rest(num_requests)
+
+    def begin_step(self, rows: Sequence[BatchRow], unread: UnreadSteps) -> None:
+        """The target ran these rows, and drafting begins.
+
+        Args:
+            rows: Of the step that is read.
+            unread: Those that went by before.
+        """
+        if unread.num_steps:
+            rows = with_unread(rows, unread.places, unread.num_requests, unread.num_steps)
+            for paged in self.paged:
+                if isinstance(paged, PagedBlocks):
+                    paged.join_unread()
         for model in self._all:
             model.begin_step(rows)
 

@@ -19,6 +19,7 @@ from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
 from vllm_spec_ext.engine.models.draft_graphs import Inputs
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 from vllm_spec_ext.engine.models.paged_model import PagedModel
+from vllm_spec_ext.engine.models.unread_states import UnreadStates
 from vllm_spec_ext.engine.packed_projection import packed_projection
 from vllm_spec_ext.engine.top_columns import top_columns
 from vllm_spec_ext.proposers.blockwise.draft_logits import DraftLogits
@@ -79,6 +80,7 @@ class PagedBlocks(PagedModel):
         self._guesses: torch.Tensor | None = None  # [num_rows, hidden] of the current pass
         self._vocab_size = vocab_size
         self._states: Sequence[torch.Tensor] = ()
+        self._unread = UnreadStates()
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._current: BlockPass | None = None
         self._logits = DraftLogits(target, extras.draft_vocab, vocab_size, packed_projection)
@@ -94,6 +96,16 @@ class PagedBlocks(PagedModel):
         """
         self._states = states
         self._finals = finals
+
+    def rest(self, num_requests: int) -> None:
+        """The step is not read now; see :class:`.unread_states.UnreadStates`."""
+        assert self._finals is not None
+        self._unread.keep([*self._states, self._finals], num_requests)
+
+    def join_unread(self) -> None:
+        """The step is read, and those before it: their states come first."""
+        assert self._finals is not None
+        *self._states, self._finals = self._unread.join([*self._states, self._finals])
 
     @torch.inference_mode()
     def write_context(self, plan: ContextRows, wait: bool = False) -> None:

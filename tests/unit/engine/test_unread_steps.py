@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is unread of steps that went by: tokens, and the rows of hidden states."""
+
+import numpy as np
+import torch
+
+from vllm_spec_ext.engine.drafting.unread_tokens import UnreadTokens
+from vllm_spec_ext.engine.models.hosted_model import BatchRow
+from vllm_spec_ext.engine.models.unread_states import UnreadStates, with_unread
+
+NAMES = ("a", "b", "c")
+
+
+def row(name: str, computed: int, states: list[int]) -> BatchRow:
+    tokens = np.arange(computed + len(states) + 1, dtype=np.int32)
+    blocks = np.arange(4, dtype=np.int32)
+    return BatchRow(
+        name, blocks, tokens, False, computed=computed, state_rows=np.array(states, np.int64)
+    )
+
+
+def test_requests_that_stayed_are_known_by_their_row() -> None:
+    unread = UnreadTokens()
+    assert unread.begin_reading(NAMES).num_steps == 0
+    for step in range(2):
+        new = [[step], [10 + step], [20 + step]]
+        assert unread.can_take(NAMES, new)
+        unread.take(new)
+    unread.forget(["b"])  # it is gone, or was preempted and comes back with its name
+    found = unread.begin_reading(("c", "b", "a", "d"))
+    assert (found.num_steps, found.num_requests) == (2, 3)
+    assert found.places == {"a": 0, "c": 2}
+    assert [unread.pop(name) for name in ("c", "b", "a")] == [[20, 21], [], [0, 1]]
+    after = unread.begin_reading(("c",))
+    assert (after.num_steps, after.places) == (0, {})
+
+
+def test_states_of_all_steps_stand_in_order() -> None:
+    """Row 10 * step + request; the target's rows are more than there are requests."""
+    kept = UnreadStates()
+    for step in range(2):
+        states = torch.tensor([[10.0 * step + place] for place in range(5)])
+        kept.keep([states, -states], len(NAMES))
+        states.fill_(99.0)  # vLLM may use it again
+    now = torch.tensor([[20.0], [21.0], [22.0], [23.0]])
+    first, second = kept.join([now, -now])
+    assert torch.equal(second, -first)
+    rows = with_unread(
+        [row("c", 7, [0, 1]), row("new", 0, [2]), row("a", 5, [3])], {"a": 0, "c": 2}, 3, 2
+    )
+    assert [one.computed for one in rows] == [5, 0, 3]
+    values = [first[one.state_rows].flatten().tolist() for one in rows]
+    assert values == [[2.0, 12.0, 20.0, 21.0], [22.0], [0.0, 10.0, 23.0]]
+    assert torch.equal(kept.join([now])[0], now)  # nothing is left
