@@ -14,6 +14,12 @@ from homogeneity import same_distribution_p_value
 from sampling_distributions import SAME, Chances, first_tokens
 from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_blockwise_engine import heads
+from test_grammar_ends import (
+    engines,
+    marks,
+    test_no_rule_lets_a_draft_outlive_a_thinking_budget,
+    thinker,
+)
 from test_greedy_identity import METHODS, runner_of
 from test_relaxed_rules import (
     expected,
@@ -23,11 +29,15 @@ from test_relaxed_rules import (
 )
 
 __all__ = [
+    "engines",
     "expected",
     "heads",
+    "marks",
     "test_a_request_may_ask_for_the_exact_rule",
     "test_eta_cuts_what_is_improbable",
     "test_min_block_takes_drafts_and_reports_the_targets_logprobs",
+    "test_no_rule_lets_a_draft_outlive_a_thinking_budget",
+    "thinker",
 ]
 
 NUM_SAMPLES = 80

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from vllm_spec_ext.engine.v2.runner import SpecRunnerV2Mixin
 
 
+FORCED = 1e9
+"""Logit of the token that ends a thought (vLLM 0.32 ``_thinking_budget_kernel``)."""
+
+
 class WalkSampler(RejectionSampler):
     """In the place of vLLM's rejection sampler, whose frame it keeps."""
 
@@ -201,7 +205,10 @@ class WalkSampler(RejectionSampler):
         for processor in sampler.logits_processors:
             masked = processor.apply(masked, context)
         sampler.thinking_budget_state.apply(masked, context)
-        return masked
+        # A budget that is used up raises one token and leaves the others as they are, where a rule
+        # would tolerate them.
+        is_forced = masked.amax(dim=-1, keepdim=True) >= FORCED
+        return masked.masked_fill_(is_forced & (masked < FORCED), float("-inf"))
 
     def _get_logprobs_tensors(
         self,
