@@ -123,7 +123,11 @@ def test_a_proposer_without_a_default_length(
     [
         ({"worker_cls": "my.Worker"}, "worker_cls='my.Worker'.*leave --worker-cls out"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*use tensor parallelism"),
-        ({"async_scheduling": True}, "leave --async-scheduling out"),
+        pytest.param(
+            {"async_scheduling": True},
+            "leave --async-scheduling out",
+            marks=pytest.mark.v1_runner,  # V2 can
+        ),
         ({"runner": "pooling"}, "runner type 'pooling'"),
         ({"logits_processors": ["my:Processor"]}, "custom logits processors"),
         ({"watermark_config": {"algorithm": "gumbel", "key": 1}}, "--watermark-config"),
@@ -150,6 +154,7 @@ def test_encoder_decoder_and_hybrid_models(
                 _speculative_config(tiny_model)
 
 
+@pytest.mark.v1_runner
 def test_every_reason_is_given_at_once(tiny_model: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"my\.Worker.*; nor with .*async_scheduling"):
         start(tiny_model, method(), worker_cls="my.Worker", async_scheduling=True)

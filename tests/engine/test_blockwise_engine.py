@@ -75,6 +75,7 @@ def test_same_tokens(
     assert tokens(run(engine, SCENARIOS[name])) == expected
 
 
+@pytest.mark.v1_runner
 def test_no_extra_target_pass(
     heads: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -339,6 +339,7 @@ def test_reviews_and_trees_over_two_views(
     assert means.num_stale == 0
 
 
+@pytest.mark.v1_runner
 def test_keys_lie_where_they_are_read(engines: Any) -> None:
     """The layout of this platform's kernel, which no interface of vLLM tells."""
     runner = runner_of(engines("retrieval"))

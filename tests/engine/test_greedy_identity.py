@@ -114,6 +114,7 @@ def test_preemption(
     assert preempted
 
 
+@pytest.mark.v1_runner
 @pytest.mark.parametrize("name", ["oracle", "oracle_tree", "noise"])
 @pytest.mark.parametrize("num_prompts", [1, 2, len(PROMPTS)])
 def test_rows_that_are_added_change_nothing(

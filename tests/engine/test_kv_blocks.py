@@ -32,5 +32,8 @@ def test_size_of_blocks(
     (group,) = core.scheduler.kv_cache_config.kv_cache_groups
     assert group.kv_cache_spec.block_size == expected
     assert core.scheduler.block_size == expected
-    assert runner.input_batch.block_table[0].block_size == expected
+    if hasattr(runner, "block_tables"):  # V2
+        assert list(runner.block_tables.block_sizes) == [expected]
+    else:
+        assert runner.input_batch.block_table[0].block_size == expected
     assert core.vllm_config.cache_config.block_size == expected

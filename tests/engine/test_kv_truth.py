@@ -108,6 +108,7 @@ class MovedBlocks:
         monkeypatch.setattr(runner, "_prepare_inputs", record_prepare)
 
 
+@pytest.mark.v1_runner
 def test_logprobs_after_accepted_branches_equal_a_fresh_prefill(
     tree_engine: Any, expected: Any, fresh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,7 @@ print(before, hasattr(InputProcessor.process_inputs, "_spec_ext_wrapped"))
     assert fresh_process(code) == "False True"
 
 
+@pytest.mark.v1_runner
 def test_plain_and_ngram_engines_are_stock(make_engine: Any) -> None:
     """In one process with engines of ours: vLLM's classes, and the same text from its ngram."""
     from generation import run, tokens
