@@ -144,6 +144,7 @@ def vllms(make_engine: Any, heads: dict[str, str]) -> Callable[[str], VllmDrafts
     return drafts
 
 
+@pytest.mark.v1_runner  # whose drafter of vLLM is watched
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [("public", "fork"), ("public", "suffix"), *((kind, "chain") for kind in KINDS)],
@@ -258,6 +259,7 @@ DEVIATIONS = {
 }
 
 
+@pytest.mark.v1_runner
 @pytest.mark.parametrize("name", DEVIATIONS)
 def test_where_vllm_deviates_from_the_definition(
     name: str,
