@@ -243,6 +243,18 @@ def test_states_of_steps_that_went_by_are_read_later(
     assert lacking < 0.1 * len(records)
 
 
+def test_models_that_read_every_step_do_not_rest(
+    engines: Any, make_engine: Any, tiny_model: Path
+) -> None:
+    model = {"method": "small_model", "model": str(tiny_model), "num_speculative_tokens": 3}
+    for engine, rests in (
+        (engines("chain", adaptive_length=True), True),
+        (make_engine(speculative_config=model), False),
+    ):
+        budget = runner_of(engine).step_drafts.budget
+        assert (budget._resting is not None) == rests
+
+
 def test_states_of_other_rows_are_found_out(
     engines: Any,
     drafters: dict[str, str],

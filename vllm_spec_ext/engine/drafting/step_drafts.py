@@ -37,7 +37,8 @@ class StepDrafts:
         settings = runner.speculative_config.spec_ext
         # Models and views read the states of every step; what is learned from is recorded there.
         drafter = runner.drafter
-        models_read = drafter.models and not drafter.models.can_rest
+        is_alone = runner.vllm_config.parallel_config.tensor_parallel_size == 1
+        models_read = drafter.models and not (drafter.models.can_rest and is_alone)
         every_step = drafter.needs.every_step or models_read or drafter.views or settings.online
         self.budget: DraftBudget | None = None
         # An asynchronous scheduler has every request verify as many tokens, drafted or not.

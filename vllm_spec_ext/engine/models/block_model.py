@@ -102,7 +102,7 @@ class BlockModel:
         self._known: dict[str, int] = {}  # leading positions that are there; they stay
         self._rows: Mapping[str, BatchRow] = {}
         self._is_written = False
-        self.may_wait = may_wait
+        self._may_wait = may_wait
         self._num_waiting = 0  # rows
 
     # -- the engine's side ------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class BlockModel:
 
     def end_step(self, could_draft: bool) -> None:
         """Drafting is over: write the context if nothing was drafted, and free what lay behind."""
-        can_wait = self.may_wait and self._num_waiting < _MOST_WAITING
+        can_wait = self._may_wait and self._num_waiting < _MOST_WAITING
         self._write_context(wait=can_wait and not any(r.is_prefill for r in self._rows.values()))
         self.scratch.free_all()
         self._rows = {}

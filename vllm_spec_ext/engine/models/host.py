@@ -200,8 +200,8 @@ class ModelHost:
 
     @property
     def can_rest(self) -> bool:
-        """Whether the states of some steps may be read later."""
-        return not self.models and all(model.may_wait for model in self.block_models)
+        """Whether the states of some steps may be read later, on one rank; before :meth:`load`."""
+        return all(config.dflash is not None for config in self._configs)
 
     def rest(self, num_requests: int) -> None:
         """The step that :meth:`see` was told of is not read; each request got one token in it."""
