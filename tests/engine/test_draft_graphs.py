@@ -170,6 +170,8 @@ def test_who_gets_them(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_pass_of_a_prompt_has_none() -> None:
     graphs = DraftGraphs.__new__(DraftGraphs)
     graphs._tables = torch.zeros(256, 4)
-    rows, ones = np.arange(257), np.ones(257, np.int32)
-    plan = ForwardPass(rows, rows, rows, ones, ones, np.zeros((257, 4), np.int32), rows)
-    assert not graphs.fits(plan)
+    for lengths, fits in (([1] * 256, True), ([1] * 257, False), ([3, 16], True), ([17], False)):
+        parts, num_rows = np.array(lengths, np.int32), np.arange(sum(lengths))
+        tables = np.zeros((len(parts), 4), np.int32)
+        plan = ForwardPass(num_rows, num_rows, num_rows, parts, parts, tables, num_rows)
+        assert graphs.fits(plan) == fits

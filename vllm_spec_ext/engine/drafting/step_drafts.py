@@ -13,6 +13,7 @@ from vllm_spec_ext.engine.drafting.scheduled_draft import ScheduledDraft
 from vllm_spec_ext.engine.drafting.shadow_drafts import MOST_TOKENS, ShadowDrafts
 from vllm_spec_ext.engine.drafting.step_tap import record_step, wants_any
 from vllm_spec_ext.engine.drafting.unread_tokens import UnreadTokens
+from vllm_spec_ext.engine.models.unread_states import behind
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.plan import fitting_prefix, segment_bounds
 from vllm_spec_ext.proposers.base import (
@@ -63,6 +64,20 @@ class StepDrafts:
             return wanted
         recorded = wants_any(online.tap, step.request_ids, step.states)
         return max(wanted, online.num_likeliest if recorded else 0)
+
+    def settle(self, leaving: Sequence[str]) -> None:
+        """Requests leave: draft models read what they have not read of their last steps.
+
+        Others may find it in their blocks: a second turn, or the same request when it comes back.
+        """
+        models = self._runner.drafter.models
+        if not models or not self._unread.has_any(leaving):
+            return
+        step = self._runner.spec_step  # the last one, which went by
+        rows = self._runner.rows_of(step, [[-1]] * len(step.request_ids))
+        # As behind that step: its states are among those that were kept.
+        models.begin_step(list(map(behind, rows)), self._unread.begin_reading(()))
+        models.end_step(could_draft=False)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone."""

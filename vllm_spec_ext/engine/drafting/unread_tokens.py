@@ -52,6 +52,10 @@ class UnreadTokens:
         }
         return UnreadSteps(num_steps, len(before), whole)
 
+    def has_any(self, names: Iterable[str]) -> bool:
+        """Whether the last step was not read, and gave a token to any of these requests."""
+        return self._num_steps > 0 and any(name in self._tokens for name in names)
+
     def pop(self, name: str) -> list[int]:
         """What is unread of a request; each of these tokens is of another step."""
         return self._tokens.pop(name, [])

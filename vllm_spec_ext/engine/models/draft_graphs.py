@@ -29,6 +29,7 @@ ASKED_BY = "VLLM_SPEC_EXT_DRAFT_GRAPHS"
 """Environment variable: 1 asks for them. No GPU ran them so far; ``make gpu-check`` tries them."""
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MOST_OF_A_PART = 16  # rows: the tokens of a step, and not a prompt
 NO_SLOT = -1  # vLLM 0.32 PAD_SLOT_ID: KV of such a row goes nowhere
 
 Inputs = Mapping[str, torch.Tensor | None]
@@ -140,8 +141,15 @@ class DraftGraphs:
             )
 
     def fits(self, plan: ForwardPass) -> bool:
-        """Whether there is a graph for a pass."""
-        return plan.num_rows <= SIZES[-1] and plan.tables.shape[1] <= self._tables.shape[1]
+        """Whether there is a graph for a pass.
+
+        Not of a prompt's many tokens: each row reads by itself what it sees.
+        """
+        return (
+            plan.num_rows <= SIZES[-1]
+            and int(plan.query_lens.max()) <= MOST_OF_A_PART
+            and plan.tables.shape[1] <= self._tables.shape[1]
+        )
 
     def run(self, plan: ForwardPass, inputs: Inputs, slots: torch.Tensor) -> Any:
         """Outputs of the module, of the rows of a pass; they last until the next one.

@@ -40,6 +40,13 @@ class UnreadStates:
         return list(map(torch.cat, zip(*steps, strict=True)))
 
 
+def behind(row: BatchRow) -> BatchRow:
+    """A request after its step, as if that had been one step more ago."""
+    assert row.state_rows is not None
+    computed = row.computed + len(row.state_rows)
+    return replace(row, computed=computed, state_rows=row.state_rows[:0])
+
+
 def with_unread(
     rows: Sequence[BatchRow], places: Mapping[str, int], num_requests: int, num_steps: int
 ) -> list[BatchRow]:

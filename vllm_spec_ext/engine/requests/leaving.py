@@ -31,6 +31,7 @@ def leaving_requests(scheduler_output: "SchedulerOutput", known: Container[str])
 
 def let_go(runner: "SpecRunner", gone: Sequence[str]) -> None:
     """Free what the proposer and we keep of requests that leave."""
+    runner.step_drafts.settle(gone)
     runner.drafter.finish(gone)
     runner.step_drafts.forget(gone)
     runner.spec_states.forget(gone)

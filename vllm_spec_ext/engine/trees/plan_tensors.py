@@ -8,6 +8,8 @@ import torch
 
 from vllm_spec_ext.engine.trees.plan import TreePlan
 
+ALIGNED = 4  # int32
+
 
 class PlanTensors(NamedTuple):
     """As in the plan."""
@@ -41,16 +43,20 @@ def on_device(plan: TreePlan, device: torch.device) -> PlanTensors:
             plan.tail_copies.reshape(-1),
         )
         lengths = (plan.query_starts, plan.seq_lens, plan.table_blocks)
-        index_sizes, length_sizes = list(map(len, indices)), list(map(len, lengths))
-        split, num_lengths = sum(index_sizes), sum(length_sizes)
-        together = np.empty(split + (num_lengths + 1) // 2, np.int64)
-        np.concatenate(indices, out=together[:split])
-        np.concatenate(
-            lengths, out=together[split:].view(np.int32)[:num_lengths], casting="same_kind"
-        )
+        # Triton compiles attention once more for addresses that are no multiples of 16.
+        padded = [-(-len(each) // ALIGNED) * ALIGNED for each in lengths]
+        split = sum(padded) // 2  # int32 in front, two in the place of an int64
+        sizes = list(map(len, indices))
+        together = np.zeros(split + sum(sizes), np.int64)
+        np.concatenate(indices, out=together[split:])
+        start, in_front = 0, together[:split].view(np.int32)
+        for each, size in zip(lengths, padded, strict=True):
+            in_front[start : start + len(each)] = each
+            start += size
         placed = torch.from_numpy(together).to(device, non_blocking=True)
+        parts = placed[:split].view(torch.int32).split(padded)
         plan.tensors = PlanTensors(
-            *placed[:split].split(index_sizes),
-            *placed[split:].view(torch.int32)[:num_lengths].split(length_sizes),
+            *placed[split:].split(sizes),
+            *(part[: len(each)] for part, each in zip(parts, lengths, strict=True)),
         )
     return plan.tensors

@@ -130,9 +130,11 @@ def take_any_length(runner: "SpecRunnerV2Mixin") -> None:
     _promise(runner.model_state, made.decode_query_len)
 
 
-def _promise(model_state: "DefaultModelState", num_tokens: int) -> None:
-    base = type(model_state)
-    model_state.__class__ = type(f"Promised{base.__name__}", (PromisedLengthMixin, base), {})
+def _promise(model_state: "DefaultModelState | PromisedLengthMixin", num_tokens: int) -> None:
+    # vLLM makes its graphs twice, at first to measure their memory, and keeps the model's state.
+    if not isinstance(model_state, PromisedLengthMixin):
+        base = type(model_state)
+        model_state.__class__ = type(f"Promised{base.__name__}", (PromisedLengthMixin, base), {})
     cast(PromisedLengthMixin, model_state).promise(num_tokens)
 
 
