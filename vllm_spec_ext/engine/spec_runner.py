@@ -29,6 +29,7 @@ class SpecRunner(Protocol):
     tree_attention: TreeAttention | None
     step_drafts: StepDrafts
     spec_states: RequestStates
+    spec_step: Step
     step_log: StepLog | None
 
     def known(self, request_id: str) -> KnownRequest:
