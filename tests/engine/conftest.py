@@ -2,7 +2,7 @@
 """Engines on a tiny random model, in the test process, shared by all tests of the folder.
 
 ``SPEC_EXT_TEST_RUNNER=v2 pytest tests/engine/test_...py`` runs them on vLLM's V2 model runner,
-whose kernels are interpreted: that takes about four times as long. Continuous integration runs
+whose kernels are interpreted: that takes several times as long. Continuous integration runs
 ``tests/engine_v2`` instead, which has the most telling of them.
 """
 
