@@ -108,6 +108,37 @@ def test_preemption(plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatc
     assert preempted
 
 
+WIDTHS = [[1, 1, 7], [2, 3, 3], [4, 8, 0]]
+"""Fewer draft tokens for more requests, none for four."""
+
+
+@pytest.mark.parametrize("method", ["oracle", "oracle_tree", "auto"])
+def test_a_width_for_each_batch_size(
+    method: str, answers: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's `num_speculative_tokens_per_batch_size`: requests draft what the step before said."""
+    config = {
+        **METHODS[method],
+        "num_speculative_tokens": 7,
+        "num_speculative_tokens_per_batch_size": WIDTHS,
+    }
+    engine = make_engine(speculative_config=config, async_scheduling=True)
+    runner, widths = runner_of(engine), set()
+    make = runner.step_drafts.make
+
+    def note(step: Any, *args: Any) -> Any:
+        widths.update((len(step.drafts), len(draft)) for draft in step.drafts)
+        return make(step, *args)
+
+    monkeypatch.setattr(runner.step_drafts, "make", note)
+    told = () if method == "auto" else (truths(answers),)
+    for _ in range(2):
+        assert tokens(run(engine, SCENARIO, *told)) == tokens(answers)
+    # The batch of the step before decides, so a step can be as wide as for one request more.
+    assert {width for _, width in widths} <= {7, 3, 0}
+    assert {(1, 7), (2, 3), (4, 0)} <= widths
+
+
 def test_what_fills_drafts_up_is_no_draft(answers: Any, make_engine: Any) -> None:
     """Outcomes tell of what was drafted, not of the last token repeated behind it."""
     engine = start(make_engine, "oracle")

@@ -262,6 +262,40 @@ def test_the_host_says_what_the_device_drafted(
     assert len(proposer.drafter.learner.states if kept is None else kept) <= 1
 
 
+def test_a_width_for_each_batch_size(
+    expected: Any, config: dict[str, Any], make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the host says of a step is of the tokens that the step verified, not of more."""
+    widths = [[1, 1, config["num_speculative_tokens"]], [2, 3, 2], [4, 8, 0]]
+    engine = make_engine(
+        speculative_config={**config, "num_speculative_tokens_per_batch_size": widths},
+        async_scheduling=True,
+    )
+    runner, verified, outcomes = runner_of(engine), set(), list[Any]()
+    make, observe = runner.step_drafts.make, runner.drafter._proposer.observe
+
+    def note(step: Any, new_tokens: Any, *args: Any) -> Any:
+        verified.update((len(step.drafts), len(draft)) for draft in step.drafts)
+        assert all(
+            len(said) <= len(draft) + 1 for draft, said in zip(step.drafts, new_tokens, strict=True)
+        )
+        return make(step, new_tokens, *args)
+
+    def remember(new: Any) -> None:
+        outcomes.extend(new)
+        observe(new)
+
+    monkeypatch.setattr(runner.step_drafts, "make", note)
+    monkeypatch.setattr(runner.drafter._proposer, "observe", remember)
+    assert tokens(run(engine, REPEATED)) == expected
+    assert tokens(run(engine, replace(REPEATED, prompts=PROMPTS[:1]))) == expected[:1]
+    most = config["num_speculative_tokens"]
+    assert {width for _, width in verified} <= {most, 2, 0}
+    assert {width for _, width in verified} >= {2, 0}
+    assert max(outcome.num_drafted for outcome in outcomes) <= most
+    assert sum(outcome.num_accepted for outcome in outcomes) > 10
+
+
 def test_preemption(
     plain: Any, make_engine: Any, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ patched for it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.triton_utils import HAS_TRITON
 
@@ -34,9 +34,7 @@ class RunnerChoice:
         return f"vLLM's {'V2' if self.is_v2 else 'V1'} model runner ({self.reason})"
 
 
-def _only_v1(
-    args: "EngineArgs", parallel: "ParallelConfig", vllm_options: dict[str, Any]
-) -> Iterator[str]:
+def _only_v1(args: "EngineArgs", parallel: "ParallelConfig") -> Iterator[str]:
     """What our part of the V2 runner does not do."""
     missing = compat.missing_for_v2()
     if missing:
@@ -47,8 +45,6 @@ def _only_v1(
     # ``v1/worker/gpu/lora_utils.py``), not a row: rows of drafts have none.
     if args.enable_lora:
         yield "LoRA"
-    if vllm_options.get("num_speculative_tokens_per_batch_size") is not None:
-        yield "num_speculative_tokens_per_batch_size"
 
 
 def without_v2() -> str | None:
@@ -60,16 +56,13 @@ def without_v2() -> str | None:
     return None if HAS_TRITON or VLLM_USE_V2_MODEL_RUNNER else "vLLM sees no Triton"
 
 
-def choose_runner(
-    args: "EngineArgs", method: str, parallel: "ParallelConfig", vllm_options: dict[str, Any]
-) -> RunnerChoice:
+def choose_runner(args: "EngineArgs", method: str, parallel: "ParallelConfig") -> RunnerChoice:
     """The runner that vLLM would take without us, if it works with what was asked for.
 
     Args:
         args: ``EngineArgs``.
         method: Our method, for the message.
         parallel: Target ``ParallelConfig``.
-        vllm_options: vLLM's own speculative options that were given.
 
     Raises:
         UnsupportedError: The user insists on V2, and what was asked for needs V1.
@@ -80,7 +73,7 @@ def choose_runner(
     if reason is not None:
         return RunnerChoice(False, reason)
     asked = bool(VLLM_USE_V2_MODEL_RUNNER)
-    needs = list(_only_v1(args, parallel, vllm_options))
+    needs = list(_only_v1(args, parallel))
     if not needs:
         return RunnerChoice(True, f"{ENVIRONMENT}=1" if asked else "vLLM's default")
     if asked:

@@ -292,7 +292,7 @@ def build_spec_config(
     views = wanted_views(proposer.views(parsed.options))
     check_views(views, method, engine_args, target_model_config, target_parallel_config)
     models = proposer.models(parsed.options)
-    runner = choose_runner(engine_args, method, target_parallel_config, parsed.vllm_options)
+    runner = choose_runner(engine_args, method, target_parallel_config)
     refuse_async(engine_args, method, runner)
     draft_models = draft_configs(models, target_model_config, target_parallel_config)
     check_memory(
