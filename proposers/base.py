@@ -221,6 +221,14 @@ class BaseProposer(ABC):
     def propose(self, step: StepContext) -> list[Draft]:
         """One draft for each of ``step.requests``, in that order."""
 
+    @classmethod
+    def drafts_late(cls, options: MethodOptions) -> bool:
+        """Whether :meth:`late_drafter` gives one; asked before the engine starts.
+
+        Such a method is scheduled asynchronously by default, on a GPU.
+        """
+        return False
+
     def late_drafter(self, engine: EngineHandle) -> LateDrafter | str:
         """What drafts on the device, where the scheduler does not wait for a step's tokens.
 

@@ -106,6 +106,11 @@ class AdaptiveNgram(BaseProposer):
         # No prices: how much of it is drafted is decided with the other sources.
         return self._more.merge(step, self.drafter.propose(StepContext(step.requests)))
 
+    @classmethod
+    def drafts_late(cls, options: MethodOptions) -> bool:
+        """Chains."""
+        return not cls.info.drafts_trees(options)
+
     def late_drafter(self, engine: EngineHandle) -> LateDrafter | str:
         """Of chains, if the tables are not too large for the device."""
         if self.settings.tree:

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, cast
 
 from vllm_spec_ext.options import MethodOptions, RequestOptions
 from vllm_spec_ext.proposers.auto.drafter_payoff import DrafterPayoff
+from vllm_spec_ext.proposers.auto.late_auto import LateAuto, why_not_late
 from vllm_spec_ext.proposers.auto.options import AutoOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,
     Draft,
     EngineHandle,
+    LateDrafter,
     ModelSpec,
     Needs,
     RequestFacts,
@@ -77,6 +79,7 @@ class Auto(BaseProposer):
             shares_nodes=True,
             every_step=self._drafter is not None and self._drafter.needs.every_step,
         )
+        self._late: InputCopy | None = None  # drafts alone, where the scheduler does not wait
         self._payoff = DrafterPayoff()
         self._value = TokenSeconds()
 
@@ -98,6 +101,11 @@ class Auto(BaseProposer):
         """The drafter's."""
         asked = cast(AutoOptions, options).drafter
         return () if asked is None else asked.proposer().views(asked.parsed)
+
+    @classmethod
+    def drafts_late(cls, options: MethodOptions) -> bool:
+        """Without a drafter."""
+        return why_not_late(cast(AutoOptions, options)) is None
 
     @staticmethod
     def resolve_request(options: RequestOptions, facts: RequestFacts) -> InputCopyRequest:
@@ -125,8 +133,18 @@ class Auto(BaseProposer):
             drafter = self._drafter.info.name
         self._drafts = TreeDrafts((*NAMES, drafter), options.adaptive_length)
 
+    def late_drafter(self, engine: EngineHandle) -> LateDrafter | str:
+        """Copies of the input, the request's own output and earlier answers."""
+        reason = why_not_late(self._options)
+        return LateAuto(self._options, engine, self._draft_late) if reason is None else reason
+
+    def _draft_late(self, copies: InputCopy) -> None:
+        self._late, self.needs = copies, copies.needs
+
     def propose(self, step: StepContext) -> list[Draft]:
         """A tree for each request, as far as its nodes pay."""
+        if self._late is not None:
+            return self._late.propose(step)
         prices = self._value.begin(step)
         for request in step.requests:
             if request.options.enabled:
@@ -145,6 +163,9 @@ class Auto(BaseProposer):
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how much the sources are worth."""
+        if self._late is not None:
+            self._late.observe(outcomes)
+            return
         self._drafts.observe(outcomes)
         self._value.verified(sum(outcome.num_drafted for outcome in outcomes))
 
@@ -153,7 +174,7 @@ class Auto(BaseProposer):
         for request_id in request_ids:
             self._lookup.finish(request_id)
             self._drafts.calibration.forget(request_id)
-        for source in (self._copy, self._drafter):
+        for source in (self._copy, self._drafter, self._late):
             if source is not None:
                 source.finish(request_ids)
 

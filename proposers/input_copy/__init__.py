@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_spec_ext.errors import RequestOptionError, shown
-from vllm_spec_ext.options import RequestOptions
+from vllm_spec_ext.options import MethodOptions, RequestOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,
@@ -129,6 +129,11 @@ class InputCopy(BaseProposer):
                 self._answers.add(copy.share_group, answer, copy.output_index.tokens)
         if self._late is not None:
             self._late.forget(request_ids)
+
+    @classmethod
+    def drafts_late(cls, options: MethodOptions) -> bool:
+        """With any options."""
+        return True
 
     def late_drafter(self, engine: EngineHandle) -> LateDrafter:
         """All of it: sources, the request's own output and earlier answers, letters folded."""

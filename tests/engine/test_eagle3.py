@@ -17,6 +17,7 @@ from save_eagle3 import save_eagle3, save_walker
 from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_bad_input import start
 from test_greedy_identity import runner_of
+from tiny_engine import ARGUMENTS
 
 from vllm_spec_ext.engine.models.eagle_model import EagleModel
 from vllm_spec_ext.errors import SpecExtError, UnsupportedError
@@ -529,3 +530,25 @@ def test_config_of_a_checkpoint_is_read(heads: dict[str, str]) -> None:
     assert tensor_shapes(Path(heads["public"]))["fc.weight"] == (128, 384)
     assert tensor_shapes(Path(heads["embeddings"]))["d2t"] == (256,)
     assert json.loads((Path(heads["public"]) / "config.json").read_text())["draft_vocab_size"]
+
+
+def test_a_target_that_hands_out_states_is_compiled_apart(
+    tiny_model: Path, heads: dict[str, str]
+) -> None:
+    """Else its compiled graph would be taken from the cache of an engine that reads no states."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def compiled_as(**config: Any) -> str:
+        args = EngineArgs(
+            model=str(tiny_model),
+            speculative_config={"num_speculative_tokens": 2, **config},
+            **{**ARGUMENTS, "max_model_len": 96},
+        )
+        made: str = args.create_engine_config().compute_hash()
+        return made
+
+    reading = compiled_as(method="small_model", model=heads["public"])
+    chains = compiled_as(method="input_copy")
+    assert reading != chains
+    assert chains == compiled_as(method="input_copy", max_ngram=3)
+    assert reading == compiled_as(method="small_model", model=heads["public"])

@@ -23,7 +23,8 @@ from vllm_spec_ext.engine.v2.late_tables import late_steps
 
 COPY = {"method": "input_copy", "num_speculative_tokens": 8}
 NGRAM = {"method": "adaptive_ngram", "num_speculative_tokens": 4, "tree": False}
-LATE = {"input_copy": COPY, "adaptive_ngram": NGRAM}
+AUTO = {"method": "auto", "num_speculative_tokens": 8}  # copies, where it drafts late
+LATE = {"input_copy": COPY, "adaptive_ngram": NGRAM, "auto": AUTO}
 # Few tokens to choose from: the text repeats itself, so that copies are right.
 FEW = {"allowed_token_ids": [40, 42, 44], "ignore_eos": True}
 LENGTHS = (12, 60, 33, 1, 70, 2, 47, 59)
@@ -219,7 +220,7 @@ def test_nobody_waits_for_the_step_that_is_queued(
 
 
 def test_the_host_says_what_the_device_drafted(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One step later it drafts the same, and tells the proposer what became of it."""
     runner = runner_of(fresh(engine))
@@ -258,8 +259,11 @@ def test_the_host_says_what_the_device_drafted(
     assert all(outcome.num_accepted <= outcome.num_drafted for outcome in outcomes)
     assert len(runner.spec_states) <= 1
     assert len(runner.spec_requests) <= 1
-    kept = getattr(proposer, "_copies", None)
-    assert len(proposer.drafter.learner.states if kept is None else kept) <= 1
+    if config["method"] == "adaptive_ngram":
+        kept = proposer.drafter.learner.states
+    else:
+        kept = (proposer._late if config["method"] == "auto" else proposer)._copies
+    assert len(kept) <= 1
 
 
 def test_a_width_for_each_batch_size(
@@ -271,7 +275,8 @@ def test_a_width_for_each_batch_size(
         speculative_config={**config, "num_speculative_tokens_per_batch_size": widths},
         async_scheduling=True,
     )
-    runner, verified, outcomes = runner_of(engine), set(), list[Any]()
+    runner, outcomes = runner_of(engine), list[Any]()
+    verified: set[tuple[int, int]] = set()
     make, observe = runner.step_drafts.make, runner.drafter._proposer.observe
 
     def note(step: Any, new_tokens: Any, *args: Any) -> Any:

@@ -9,8 +9,9 @@ import pytest
 from test_greedy_identity import METHODS, runner_of
 from tiny_engine import ARGUMENTS
 
-from vllm_spec_ext.engine.starting import runners
+from vllm_spec_ext.engine.starting import runners, scheduling
 from vllm_spec_ext.errors import UnsupportedError
+from vllm_spec_ext.proposers import registry
 
 V1_ALONE: dict[str, Any] = {"speculative_config": METHODS["oracle"], "enable_lora": True}
 
@@ -88,3 +89,33 @@ def test_the_start_up_line_says_which_runner_runs(
     logger.removeHandler(caplog.handler)
     (line,) = {message for message in caplog.messages if "method input_copy" in message}
     assert "on vLLM's V2 model runner (vLLM's default), synchronous scheduling" in line
+
+
+@pytest.mark.parametrize(
+    ("config", "late"),
+    [
+        ({"method": "input_copy"}, True),
+        ({"method": "auto"}, True),
+        ({"method": "adaptive_ngram", "tree": False}, True),
+        ({"method": "adaptive_ngram"}, False),
+        ({"method": "auto", "copy_input": False}, False),
+        ({"method": "suffix_tree"}, False),
+        ({"method": "input_copy", "scorer": {"type": "top_k", "k": 3}, "allow_lossy": True}, False),
+    ],
+)
+def test_on_a_gpu_what_need_not_wait_does_not(
+    config: dict[str, Any], late: bool, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not config_of(tiny_model, speculative_config=config).scheduler_config.async_scheduling
+    monkeypatch.setattr(scheduling, "has_gpu", lambda: True)
+    made = config_of(tiny_model, speculative_config=config)
+    assert made.scheduler_config.async_scheduling == late
+    most = made.speculative_config.num_speculative_tokens
+    default = registry.info(config["method"]).num_speculative_tokens
+    assert default is not None
+    assert most == (scheduling.MOST_LATE if late and default > scheduling.MOST_LATE else default)
+    asked = {**config, "num_speculative_tokens": 11}
+    made = config_of(tiny_model, speculative_config=asked)
+    assert made.speculative_config.num_speculative_tokens == 11
+    made = config_of(tiny_model, speculative_config=asked, async_scheduling=not late)
+    assert made.scheduler_config.async_scheduling != late

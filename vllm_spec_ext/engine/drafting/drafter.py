@@ -116,6 +116,10 @@ class Drafter:
         """Why drafts are made behind each step's tokens; None: they are looked up late."""
         return why_waiting(self, self._settings)
 
+    @property
+    def _will_be_late(self) -> bool:
+        return self._is_async and self.waits_because is None
+
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Called by vLLM once the target's weights are loaded."""
         model = self._vllm_config.model_config
@@ -159,7 +163,7 @@ class Drafter:
             self.info.name,
             self._num_draft_tokens,
             "lossless" if self._settings.lossless else f"NOT lossless ({self._settings.rule})",
-            "trees" if self.drafts_trees else "chains",
+            "trees" if self.drafts_trees and not self._will_be_late else "chains",
             self._settings.runner,
             scheduling(
                 self._is_async,
@@ -233,6 +237,7 @@ class Drafter:
         assert self._engine.device is not None
         self._drafts_late = True
         self.late.start(self._engine.device)
+        self.needs = self._proposer.needs  # of what it drafts late
 
     def draft_late(
         self, requests: Sequence[RequestStep], texts: DeviceTexts

@@ -7,6 +7,7 @@ scheduling off and build our drafter itself; or, on its V2 runner, its ``ngram_g
 our worker replaces (:mod:`.runners`).
 """
 
+import hashlib
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from vllm_spec_ext import compat
 from vllm_spec_ext.engine.models.draft_config import draft_configs
 from vllm_spec_ext.engine.models.memory_check import check_memory
 from vllm_spec_ext.engine.requests.door import install_request_validation
+from vllm_spec_ext.engine.starting import scheduling
 from vllm_spec_ext.engine.starting.arrival import Arrival
 from vllm_spec_ext.engine.starting.limits import (
     MAX_DRAFT_TOKENS,
@@ -126,6 +128,18 @@ class SpecExtConfig(SpeculativeConfig):
         self.__dict__.update(state)
         if multiprocessing.parent_process() is None:  # vLLM's engines and workers are children
             set_up_front_end()
+
+    def compute_hash(self) -> str:
+        """Of the target's compiled graph, as vLLM's: one that hands out states of its layers.
+
+        vLLM names the methods of its own that read such states (0.32
+        ``SpeculativeConfig.compute_hash``). Without this the target of an engine that reads them
+        came from the compilation cache of one that does not, and the engine did not start.
+        """
+        vllms = super().compute_hash()
+        models: Sequence[DraftConfig] = self.draft_models
+        read = [model.reads.layers for model in models if model.reads and model.reads.num_states]
+        return hashlib.sha256(f"{vllms} {read}".encode()).hexdigest() if read else vllms
 
     @property
     def lossless(self) -> bool:
@@ -275,6 +289,14 @@ def build_spec_config(
     given = {key: value for key, value in given.items() if not key.startswith("target_")}
     parsed = parse_method(given, method)
     refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
+    runner = choose_runner(engine_args, method, target_parallel_config)
+    refuse_async(engine_args, method, runner)
+    late = scheduling.drafts_late(parsed, target_parallel_config, runner)
+    is_async = scheduling.is_async(engine_args, runner, late=late)
+    if late and is_async and "num_speculative_tokens" not in given:
+        parsed.vllm_options["num_speculative_tokens"] = min(
+            scheduling.MOST_LATE, parsed.vllm_options["num_speculative_tokens"]
+        )
     check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())
     share_unsalted = shares_unsalted(parsed.share_unsalted, engine_args)
     facts = TargetFacts(
@@ -292,8 +314,6 @@ def build_spec_config(
     views = wanted_views(proposer.views(parsed.options))
     check_views(views, method, engine_args, target_model_config, target_parallel_config)
     models = proposer.models(parsed.options)
-    runner = choose_runner(engine_args, method, target_parallel_config)
-    refuse_async(engine_args, method, runner)
     draft_models = draft_configs(models, target_model_config, target_parallel_config)
     check_memory(
         engine_args,
@@ -314,7 +334,7 @@ def build_spec_config(
     if not settings.lossless:
         refuse_processed_logprobs(target_model_config)
     result = SpecExtConfig(
-        **internal_method(engine_args, runner),
+        **internal_method(runner, is_async=is_async),
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         spec_ext=settings,
@@ -327,18 +347,17 @@ def build_spec_config(
     return result
 
 
-def internal_method(engine_args: "EngineArgs", runner: RunnerChoice) -> dict[str, Any]:
+def internal_method(runner: RunnerChoice, *, is_async: bool) -> dict[str, Any]:
     """What our method is inside vLLM, on this runner.
 
-    Without ``--async-scheduling`` the V2 runner, too, is scheduled step by step: an asynchronous
-    scheduler has every request verify as many tokens in every step, whether it pays or not.
-    ``disable_padded_drafter_batch`` is vLLM's own way to say so.
+    An asynchronous scheduler has every request verify as many tokens in every step, whether it pays
+    or not. ``disable_padded_drafter_batch`` is vLLM's own way to ask for the other one.
     """
     if not runner.is_v2:
         return {"method": "custom_class", "model": DRAFTER_CLASS}
     return {
         "method": V2_METHOD,
-        "disable_padded_drafter_batch": not engine_args.async_scheduling,
+        "disable_padded_drafter_batch": not is_async,
     }
 
 

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
     from vllm_spec_ext.engine.v2.runner import SpecRunnerV2Mixin
 
-REPLAYING = ("TRITON_ATTN",)
+REPLAYING = ("TRITON_ATTN", "FLASH_ATTN")
 """Attention backends whose full graphs gave plain decoding's tokens at any length, on an H200.
 
-FlashAttention 3 gave other texts there, though vLLM says that it can. Its schedule was made for the
-longest request of the step then, and the graph for the longest one that there can be;
-:class:`PromisedLengthMixin` came after that, and ran on no GPU since. ``make gpu-check`` tries it.
+FlashAttention 3 gave other texts there before :class:`PromisedLengthMixin`: its schedule was made
+for the longest request of the step, and the graph for the longest one that there can be.
 """
 
 
