@@ -290,9 +290,19 @@ def test_a_width_for_each_batch_size(
         outcomes.extend(new)
         observe(new)
 
+    looked_up: list[int] = []
+    draft_late = runner.drafter.draft_late
+
+    def look(known: Any, texts: Any) -> Any:
+        looked_up.append(len(known))
+        return draft_late(known, texts)
+
     monkeypatch.setattr(runner.step_drafts, "make", note)
     monkeypatch.setattr(runner.drafter._proposer, "observe", remember)
+    monkeypatch.setattr(runner.drafter, "draft_late", look)
     assert tokens(run(engine, REPEATED)) == expected
+    assert looked_up
+    assert max(looked_up) < 4, "nothing is looked up where nothing is verified"
     assert tokens(run(engine, replace(REPEATED, prompts=PROMPTS[:1]))) == expected[:1]
     most = config["num_speculative_tokens"]
     assert {width for _, width in verified} <= {most, 2, 0}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from test_greedy_identity import METHODS, runner_of
 from tiny_engine import ARGUMENTS
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from vllm_spec_ext.engine.starting import runners, scheduling
 from vllm_spec_ext.errors import UnsupportedError
@@ -110,12 +111,22 @@ def test_on_a_gpu_what_need_not_wait_does_not(
     monkeypatch.setattr(scheduling, "has_gpu", lambda: True)
     made = config_of(tiny_model, speculative_config=config)
     assert made.scheduler_config.async_scheduling == late
-    most = made.speculative_config.num_speculative_tokens
+    spec = made.speculative_config
     default = registry.info(config["method"]).num_speculative_tokens
     assert default is not None
-    assert most == (scheduling.MOST_LATE if late and default > scheduling.MOST_LATE else default)
+    if late:
+        width = min(default, 8)
+        assert spec.num_speculative_tokens == width
+        lookup = build_dynamic_sd_schedule_lookup(
+            spec.num_speculative_tokens_per_batch_size, 100, width
+        )
+        assert lookup[1:] == [width] * 32 + [0] * 68
+    else:
+        assert spec.num_speculative_tokens == default
+        assert spec.num_speculative_tokens_per_batch_size is None
     asked = {**config, "num_speculative_tokens": 11}
     made = config_of(tiny_model, speculative_config=asked)
     assert made.speculative_config.num_speculative_tokens == 11
+    assert made.speculative_config.num_speculative_tokens_per_batch_size is None
     made = config_of(tiny_model, speculative_config=asked, async_scheduling=not late)
     assert made.scheduler_config.async_scheduling != late

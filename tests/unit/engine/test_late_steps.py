@@ -75,7 +75,7 @@ def late_steps(runner: Any) -> LateSteps:
 def test_a_step_is_told_once_with_the_tokens_of_those_that_stayed() -> None:
     runner = Runner(["a", "b", "c"])
     late, output = late_steps(runner), Output([[5, 6], [7], [8]])
-    told = late.queue(output, batch("a", "b", "c"))
+    told = late.queue(output, batch("a", "b", "c"), 3)
     assert not told.is_told
     late.read_if_told()
     assert runner.made == []
@@ -95,7 +95,7 @@ def test_a_step_is_told_once_with_the_tokens_of_those_that_stayed() -> None:
 def test_what_vllm_has_read_is_read_at_once() -> None:
     runner = Runner(["a"])
     late = late_steps(runner)
-    told = late.queue(Output([[5]]), batch("a"))
+    told = late.queue(Output([[5]]), batch("a"), 3)
     told.get_output()
     late.read_if_told()
     assert runner.tokens("a") == [1, 2, 5]

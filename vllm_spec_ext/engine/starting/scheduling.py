@@ -6,7 +6,8 @@ billion parameters on an H200 ``input_copy`` ran at 0.9 of plain decoding's spee
 at 1.5 asynchronously (docs/gpu.md). So a method that need not wait does not.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from vllm_spec_ext.engine.starting.runners import RunnerChoice
 from vllm_spec_ext.proposers import registry
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from vllm_spec_ext.engine.starting.spec_config import ParsedMethod
 
+WIDTH, WIDTHS = "num_speculative_tokens", "num_speculative_tokens_per_batch_size"
+
 MOST_LATE = 8
 """Draft tokens of a request and step, where none were asked for and drafts are looked up late.
 
@@ -24,12 +27,30 @@ All are verified in every step. On an H200 the same model ran at 1.55, 1.48 and 
 decoding's speed with 8, and at 1.64, 1.21 and 0.29 with 32; 1, 8 and 32 requests.
 """
 
+MOST_REQUESTS = 32
+"""Larger batches decode plainly then: no more was gained with 32 requests, and vLLM 0.32 captures
+no full CUDA graph for more than 512 rows."""
+ANY_NUMBER = 1 << 16  # of requests; above what an engine can have
+
 
 def has_gpu() -> bool:
     """Whether the engine's steps run beside the host."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cuda_alike())
+
+
+def late_widths(given: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """vLLM's options of how much is drafted, if the user gave none of them.
+
+    Args:
+        given: The user's JSON.
+        most: The method's own default.
+    """
+    if WIDTH in given or WIDTHS in given:
+        return {}
+    width = min(MOST_LATE, most)
+    return {WIDTH: width, WIDTHS: [(1, MOST_REQUESTS, width), (MOST_REQUESTS + 1, ANY_NUMBER, 0)]}
 
 
 def drafts_late(parsed: "ParsedMethod", parallel: "ParallelConfig", runner: RunnerChoice) -> bool:

@@ -293,10 +293,9 @@ def build_spec_config(
     refuse_async(engine_args, method, runner)
     late = scheduling.drafts_late(parsed, target_parallel_config, runner)
     is_async = scheduling.is_async(engine_args, runner, late=late)
-    if late and is_async and "num_speculative_tokens" not in given:
-        parsed.vllm_options["num_speculative_tokens"] = min(
-            scheduling.MOST_LATE, parsed.vllm_options["num_speculative_tokens"]
-        )
+    if late and is_async:
+        most = parsed.vllm_options["num_speculative_tokens"]
+        parsed.vllm_options.update(scheduling.late_widths(given, most))
     check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())
     share_unsalted = shares_unsalted(parsed.share_unsalted, engine_args)
     facts = TargetFacts(

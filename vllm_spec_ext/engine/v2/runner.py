@@ -228,9 +228,10 @@ class SpecRunnerV2Mixin:
         if state is None or output is None:
             return None
         if self.late_steps is not None:
-            return (
-                output if self.is_warming_up else self.late_steps.queue(output, state.input_batch)
-            )
+            if self.is_warming_up:
+                return output
+            scheduled = state.num_spec_tokens_to_schedule
+            return self.late_steps.queue(output, state.input_batch, scheduled)
         result = output.get_output()
         batch, new_tokens = state.input_batch, result.sampled_token_ids
         self.spec_requests.append(batch.req_ids, new_tokens)

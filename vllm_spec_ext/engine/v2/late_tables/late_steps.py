@@ -28,6 +28,7 @@ class _QueuedStep:
     step: Step
     numbers: list[int | None]  # of each request, so that none is taken for a later one of its name
     output: ToldOutputMixin
+    num_drafted: int  # tokens that the next step verifies of each request
 
 
 class LateSteps:
@@ -62,12 +63,20 @@ class LateSteps:
             return states.last_sampled_tokens[batch.idx_mapping].expand(-1, self._num_drafted)
         return drafts
 
-    def queue(self, output: "AsyncOutput", batch: "InputBatch") -> ToldOutputMixin:
-        """A step is queued; returns its answer, which vLLM and we may read."""
+    def queue(
+        self, output: "AsyncOutput", batch: "InputBatch", num_drafted: int
+    ) -> ToldOutputMixin:
+        """A step is queued; returns its answer, which vLLM and we may read.
+
+        Args:
+            output: Of the step.
+            batch: Its requests.
+            num_drafted: Tokens that the next step verifies of each.
+        """
         runner = self._runner
         told = tell_both(output, runner.drafter.counts.take())
         numbers = [runner.spec_requests.number(name) for name in batch.req_ids]
-        self._queued = _QueuedStep(runner.spec_step, numbers, told)
+        self._queued = _QueuedStep(runner.spec_step, numbers, told, num_drafted)
         return told
 
     def read_if_told(self) -> None:
@@ -91,4 +100,4 @@ class LateSteps:
         names = [name for name, tokens in zip(step.request_ids, new_tokens, strict=True) if tokens]
         runner.spec_requests.append(names, filter(None, new_tokens))
         nothing = torch.empty(0, 0)  # hidden states: no method that drafts late needs any
-        runner.step_drafts.make(step, new_tokens, nothing, self._num_drafted)
+        runner.step_drafts.make(step, new_tokens, nothing, queued.num_drafted)

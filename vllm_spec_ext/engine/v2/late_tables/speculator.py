@@ -26,9 +26,17 @@ class LateSpeculator(HostSpeculator):
         self._late_steps = late_steps
 
     def propose(
-        self, input_batch: "InputBatch", *args: Any, dummy_run: bool = False, **kwargs: Any
+        self,
+        input_batch: "InputBatch",
+        *args: Any,
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """[num_reqs, k] drafts for the next step."""
+        """[num_reqs, k] drafts for the next step, of which it verifies so many tokens."""
         if dummy_run:
+            return super().propose(input_batch)
+        if num_speculative_tokens == 0:
+            self._late_steps.read()
             return super().propose(input_batch)
         return self._late_steps.draft(input_batch)
