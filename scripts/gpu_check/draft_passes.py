@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of draft models' passes, which engines have where a variable asks for them."""
+"""CUDA graphs of draft models' passes, which engines have unless a variable says no."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ from test_greedy_identity import runner_of
 
 from gpu_check.identity import BACKEND
 from gpu_check.site import Site, require, require_identical
-from vllm_spec_ext.engine.models.draft_graphs import ASKED_BY
+from vllm_spec_ext.engine.models.draft_graphs import REFUSED_BY
 
 NAME = "mixed_lengths"
 LEAST_OF_ITSELF = 0.8  # of a target's own drafts; in float32 it accepts nearly all
@@ -28,7 +28,7 @@ def draft_graphs(site: Site) -> dict[str, Any]:
         found[name] = {}
         for kind, asked in (("without", "0"), ("with", "1")):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(ASKED_BY, asked)
+                patch.setenv(REFUSED_BY, asked)
                 # Else an engine with the same arguments would be the same one on a CPU.
                 engine = site.with_graphs(
                     "FULL_AND_PIECEWISE",

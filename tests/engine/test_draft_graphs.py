@@ -156,11 +156,12 @@ def test_rows_of_a_part_see_what_is_before_them() -> None:
 def test_who_gets_them(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = runner_of(make_engine()).vllm_config
     gpu = torch.device("cuda")
-    assert not wants_graphs(config, gpu, weights_change=False)  # not asked for
-    monkeypatch.setenv(draft_graphs.ASKED_BY, "1")
     assert not wants_graphs(config, gpu, weights_change=False)  # enforce_eager
     monkeypatch.setattr(config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)
     assert wants_graphs(config, gpu, weights_change=False)
+    with monkeypatch.context() as patch:
+        patch.setenv(draft_graphs.REFUSED_BY, "0")
+        assert not wants_graphs(config, gpu, weights_change=False)
     assert not wants_graphs(config, gpu, weights_change=True)
     assert not wants_graphs(config, torch.device("cpu"), weights_change=False)
     monkeypatch.setattr(config.parallel_config, "tensor_parallel_size", 2)

@@ -25,8 +25,8 @@ from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
 
-ASKED_BY = "VLLM_SPEC_EXT_DRAFT_GRAPHS"
-"""Environment variable: 1 asks for them. No GPU ran them so far; ``make gpu-check`` tries them."""
+REFUSED_BY = "VLLM_SPEC_EXT_DRAFT_GRAPHS"
+"""Environment variable: 0 has passes launched kernel by kernel, to compare."""
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MOST_OF_A_PART = 16  # rows: the tokens of a step, and not a prompt
@@ -45,7 +45,7 @@ def wants_graphs(vllm_config: "VllmConfig", device: torch.device, *, weights_cha
         weights_change: The drafter learns while it serves.
     """
     return (
-        os.environ.get(ASKED_BY, "0") not in ("", "0")
+        os.environ.get(REFUSED_BY) != "0"
         and device.type == "cuda"
         and vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         and vllm_config.parallel_config.tensor_parallel_size == 1
