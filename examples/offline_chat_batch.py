@@ -29,7 +29,7 @@ def main() -> None:
         max_model_len=1024,
         enforce_eager=True,  # compiling takes minutes on a CPU and gains little there
         disable_log_stats=False,
-        speculative_config={"method": "input_copy", "num_speculative_tokens": 32},
+        speculative_config={"method": "input_copy"},
     )
     chats = [[{"role": "user", "content": task}] for task, _ in REQUESTS]
     params = [

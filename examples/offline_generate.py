@@ -23,7 +23,7 @@ def main() -> None:
         max_model_len=1024,
         enforce_eager=True,  # compiling takes minutes on a CPU and gains little there
         disable_log_stats=False,  # keep the counters that are read below
-        speculative_config={"method": "input_copy", "num_speculative_tokens": 32},
+        speculative_config={"method": "input_copy"},
     )
     prompt = f"Copy this letter.\n\n{LETTER}\n\nCopy:\n\nDear"
     params = SamplingParams(temperature=0.0, max_tokens=48)

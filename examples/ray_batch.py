@@ -49,7 +49,7 @@ if __name__ == "__main__":
             "max_model_len": 1024,
             "enforce_eager": True,  # for CPUs
             "per_request_spec_decode_metrics": "summary",
-            "speculative_config": {"method": "input_copy", "num_speculative_tokens": 32},
+            "speculative_config": {"method": "input_copy"},
         },
     )
     done = CheckpointConfig("id", f"{answers}.done", delete_checkpoint_on_success=False)

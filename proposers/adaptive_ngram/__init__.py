@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, cast
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions
-from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
+from vllm_spec_ext.proposers.adaptive_ngram.options import (
+    MANY_REQUESTS,
+    MOST_LATE_BYTES,
+    AdaptiveNgramOptions,
+)
 from vllm_spec_ext.proposers.adaptive_ngram.settings import settings_of
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
@@ -108,24 +112,26 @@ class AdaptiveNgram(BaseProposer):
 
     @classmethod
     def drafts_late(cls, options: MethodOptions) -> bool:
-        """Chains."""
-        return not cls.info.drafts_trees(options)
+        """Chains, where it is known without loading anything that the tables are small enough."""
+        asked = cast(AdaptiveNgramOptions, options)
+        if asked.tree or asked.corpus is not None:
+            return False
+        return asked.overlay_bytes(MANY_REQUESTS) <= MOST_LATE_BYTES
 
     def late_drafter(self, engine: EngineHandle) -> LateDrafter | str:
         """Of chains, if the tables are not too large for the device."""
         if self.settings.tree:
             return 'its drafts are trees; "tree": false drafts chains'
         from vllm_spec_ext.proposers.adaptive_ngram.late_ngram import (
-            MOST_BYTES,
             LateNgram,
             table_bytes,
         )
 
         needed = table_bytes(self.drafter.learner, self.drafter.base)
-        if needed > MOST_BYTES:
+        if needed > MOST_LATE_BYTES:
             return (
-                f"its tables take {needed >> 20} MiB, expected at most {MOST_BYTES >> 20} on the "
-                "device: a smaller corpus, request_buckets, shared_buckets or max_cache_salts"
+                f"its tables take {needed >> 20} MiB, expected at most {MOST_LATE_BYTES >> 20} on "
+                "the device: a smaller corpus, request_buckets, shared_buckets or max_cache_salts"
             )
         return LateNgram(self.drafter, engine.num_speculative_tokens)
 

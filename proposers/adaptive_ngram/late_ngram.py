@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_spec_ext.proposers.adaptive_ngram.drafter import NgramDrafter
     from vllm_spec_ext.proposers.adaptive_ngram.learning import Learner
 
-MOST_BYTES = 1 << 30  # of tables on the device
+
 _NARROW = 8  # entries of a context that one warp adds up without a barrier
 
 

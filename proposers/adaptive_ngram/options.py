@@ -9,6 +9,10 @@ from pydantic import Field, model_validator
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.adaptive_ngram.reference import ADED_REFERENCE, INTERNAL
 
+BUCKET_BYTES = 320
+MANY_REQUESTS = 1024
+MOST_LATE_BYTES = 1 << 30  # of tables on the device
+
 
 class AdaptiveNgramOptions(MethodOptions):
     """Options of ``adaptive_ngram`` (adaptive trigram tree, after ADED)."""
@@ -100,6 +104,12 @@ class AdaptiveNgramOptions(MethodOptions):
     def looks_up(self) -> bool:
         """Whether there are sources beside n-grams."""
         return self.own_text or self.earlier_answers > 0 or self.recycled_contexts > 0
+
+    def overlay_bytes(self, num_requests: int) -> int:
+        """What all overlays take, with so many requests at a time."""
+        own = num_requests * self.request_buckets if self.overlay in ("request", "both") else 0
+        salts = self.max_cache_salts + 1 if self.overlay in ("shared", "both") else 0
+        return BUCKET_BYTES * (own + salts * self.shared_buckets)
 
     @model_validator(mode="before")
     @classmethod

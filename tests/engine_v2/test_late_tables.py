@@ -311,6 +311,20 @@ def test_a_width_for_each_batch_size(
     assert sum(outcome.num_accepted for outcome in outcomes) > 10
 
 
+def test_a_look_up_that_fails_costs_drafts_alone(
+    expected: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With any width: vLLM overwrites what the next step does not verify."""
+    widths = [[1, 1, 8], [2, 3, 4], [4, 8, 2]]
+    engine = make_engine(
+        speculative_config={**COPY, "num_speculative_tokens_per_batch_size": widths},
+        async_scheduling=True,
+    )
+    runner = runner_of(engine)
+    monkeypatch.setattr(runner.drafter, "draft_late", lambda *arguments: None)
+    assert tokens(run(engine, REPEATED)) == expected
+
+
 def test_preemption(
     plain: Any, make_engine: Any, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,16 @@ def test_the_start_up_line_says_which_runner_runs(
     assert "on vLLM's V2 model runner (vLLM's default), synchronous scheduling" in line
 
 
+def widths_of(made: Any, most: int) -> list[int]:
+    """Draft tokens for each number of requests from 0 on; empty without a table."""
+    spec = made.speculative_config
+    table = spec.num_speculative_tokens_per_batch_size
+    if table is None:
+        return []
+    found: list[int] = build_dynamic_sd_schedule_lookup(table, most, spec.num_speculative_tokens)
+    return found
+
+
 @pytest.mark.parametrize(
     ("config", "late"),
     [
@@ -114,19 +124,65 @@ def test_on_a_gpu_what_need_not_wait_does_not(
     spec = made.speculative_config
     default = registry.info(config["method"]).num_speculative_tokens
     assert default is not None
-    if late:
-        width = min(default, 8)
-        assert spec.num_speculative_tokens == width
-        lookup = build_dynamic_sd_schedule_lookup(
-            spec.num_speculative_tokens_per_batch_size, 100, width
-        )
-        assert lookup[1:] == [width] * 32 + [0] * 68
-    else:
-        assert spec.num_speculative_tokens == default
-        assert spec.num_speculative_tokens_per_batch_size is None
-    asked = {**config, "num_speculative_tokens": 11}
+    width = min(default, 8) if late else default
+    assert spec.num_speculative_tokens == width
+    few = 288 // (width + 1)
+    assert widths_of(made, 100)[1:] == ([width] * few + [0] * (100 - few) if late else [])
+    asked = {**config, "num-speculative-tokens": 11}
     made = config_of(tiny_model, speculative_config=asked)
-    assert made.speculative_config.num_speculative_tokens == 11
-    assert made.speculative_config.num_speculative_tokens_per_batch_size is None
+    assert widths_of(made, 100)[1:] == ([11] * 24 + [0] * 76 if late else [])
+    table = {**asked, "num-speculative-tokens-per-batch-size": [[1, 4, 11], [5, 9, 3]]}
+    made = config_of(tiny_model, speculative_config=table)
+    assert widths_of(made, 9)[1:] == [11] * 4 + [3] * 5
     made = config_of(tiny_model, speculative_config=asked, async_scheduling=not late)
     assert made.scheduler_config.async_scheduling != late
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments"),
+    [
+        ({"method": "input_copy", "adaptive_length": True}, {}),
+        ({"method": "auto"}, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}),
+        ({"method": "adaptive_ngram", "tree": False, "request_buckets": 1 << 13}, {}),
+    ],
+)
+def test_what_an_asynchronous_engine_would_not_do(
+    config: dict[str, Any],
+    arguments: dict[str, Any],
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduling, "has_gpu", lambda: True)
+    made = config_of(tiny_model, speculative_config=config, **arguments)
+    assert not made.scheduler_config.async_scheduling
+    default = registry.info(config["method"]).num_speculative_tokens
+    assert made.speculative_config.num_speculative_tokens == default
+
+
+def test_an_executor_that_cannot_run_ahead(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "has_gpu", lambda: True)
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class StepByStep(UniProcExecutor):
+        @classmethod
+        def supports_async_scheduling(cls) -> bool:
+            return False
+
+    monkeypatch.setattr(Executor, "get_class", staticmethod(lambda config: StepByStep))
+    made = config_of(tiny_model, speculative_config={"method": "input_copy"})
+    assert not made.scheduler_config.async_scheduling
+    assert made.speculative_config.num_speculative_tokens == 32
+
+
+def test_late_drafts_need_nothing_of_trees(make_engine: Any) -> None:
+    config = {"method": "auto", "num_speculative_tokens": 8}
+    runner = runner_of(make_engine(speculative_config=config, async_scheduling=True))
+    assert runner.late_steps is not None
+    assert runner.drafter.num_scratch_blocks == 0
+    assert runner.tree_attention is None
+    waiting = runner_of(make_engine(speculative_config=config))
+    assert waiting.drafter.num_scratch_blocks > 0
+    assert waiting.tree_attention is not None

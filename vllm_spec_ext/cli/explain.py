@@ -51,8 +51,9 @@ def example_config(found: ProposerInfo) -> dict[str, object]:
     needed: dict[str, object] = {
         name: "..." for name, field in found.options.model_fields.items() if field.is_required()
     }
-    tokens = found.num_speculative_tokens or EXAMPLE_TOKENS
-    return {"method": found.name, "num_speculative_tokens": tokens, **needed}
+    if found.num_speculative_tokens is None:
+        needed["num_speculative_tokens"] = EXAMPLE_TOKENS
+    return {"method": found.name, **needed}
 
 
 def _show(found: ProposerInfo) -> None:

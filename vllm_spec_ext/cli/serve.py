@@ -59,7 +59,10 @@ def serve(
     arguments = serve_arguments(model, config, vllm_arguments or [])
     if dry_run:
         options = {key: value for key, value in config.items() if key not in NO_OPTIONS}
-        tokens = config["num_speculative_tokens"]
+        tokens = (
+            config.get("num_speculative_tokens") or registry.info(method).num_speculative_tokens
+        )
+        assert tokens is not None  # refused above
         line = check_files(model, method, options, tokens, vllm_arguments or [])
         if line:
             print(f"vllm-spec: {line}", file=sys.stderr)
@@ -136,7 +139,9 @@ def speculative_config(
             rule.get("allow_lossy", False),
             num_speculative_tokens=tokens,
         )
-    return {"method": method, "num_speculative_tokens": tokens, **options}
+    # The method's own default is the engine's to choose: on a GPU it is another.
+    given = {} if num_speculative_tokens is None else {"num_speculative_tokens": tokens}
+    return {"method": method, **given, **options}
 
 
 def serve_arguments(

@@ -17,6 +17,7 @@ CLASSES: tuple[Reads, ...] = (
             "spec_model": "str | None",
             "spec_tokens": "int | None",
             "async_scheduling": "bool | None",
+            "scheduler_cls": "object | None",
             "kv_transfer_config": "object | None",
             "kv_offloading_size": "float | None",
             "logits_processors": "list[object] | None",
@@ -33,6 +34,15 @@ CLASSES: tuple[Reads, ...] = (
     ),
     Reads(
         "vllm.engine.arg_utils", "AsyncEngineArgs", "made by servers, not by offline engines", {}
+    ),
+    Reads(
+        "vllm.v1.executor.abstract",
+        "Executor",
+        "whether steps can be prepared while another one runs",
+        {
+            "get_class": "Callable[[VllmConfig], type[Executor]]",
+            "supports_async_scheduling": "Callable[[], bool]",
+        },
     ),
     Reads(
         "vllm.distributed.parallel_state",

@@ -46,9 +46,9 @@ def test_bad_settings(settings: list[str], words: str) -> None:
         parse_settings(settings)
 
 
-def test_config_has_the_default_length_and_only_given_options() -> None:
+def test_config_has_only_given_options() -> None:
+    """How much is drafted by default depends on where the engine runs."""
     config = speculative_config("input_copy", {"max_ngram": 4}, None)
-    assert config.pop("num_speculative_tokens") >= 1
     assert config == {"method": "input_copy", "max_ngram": 4}
     assert speculative_config("input_copy", {}, 5)["num_speculative_tokens"] == 5
 

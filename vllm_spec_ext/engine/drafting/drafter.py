@@ -85,6 +85,7 @@ class Drafter:
         self.needs = self._proposer.needs
         self.models = ModelHost(spec_config.draft_models)
         self.views = ViewHost(spec_config.cache_views)
+        self._chains_alone = False  # drafts late, whatever the options say of trees
         self.num_scratch_blocks = num_scratch_blocks(
             self.drafts_trees,
             self._num_draft_tokens,
@@ -108,17 +109,13 @@ class Drafter:
 
     @property
     def drafts_trees(self) -> bool:
-        """Whether drafts may branch, with the method's options."""
-        return self._settings.drafts_trees
+        """Whether drafts may branch, with the method's options; those made late do not."""
+        return self._settings.drafts_trees and not self._chains_alone
 
     @property
     def waits_because(self) -> str | None:
         """Why drafts are made behind each step's tokens; None: they are looked up late."""
         return why_waiting(self, self._settings)
-
-    @property
-    def _will_be_late(self) -> bool:
-        return self._is_async and self.waits_because is None
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Called by vLLM once the target's weights are loaded."""
@@ -153,6 +150,8 @@ class Drafter:
         )
         self._barrier = Barrier(self.info.name, self._engine.vocab_size)
         self.ranks.lead(self._start_proposer)
+        if self._is_async and self.waits_because is None:
+            self._chains_alone, self.num_scratch_blocks = True, 0
         warm_up_walk()
         if self.needs.distributions:
             warm_up_multi_step()
@@ -163,7 +162,7 @@ class Drafter:
             self.info.name,
             self._num_draft_tokens,
             "lossless" if self._settings.lossless else f"NOT lossless ({self._settings.rule})",
-            "trees" if self.drafts_trees and not self._will_be_late else "chains",
+            "trees" if self.drafts_trees else "chains",
             self._settings.runner,
             scheduling(
                 self._is_async,

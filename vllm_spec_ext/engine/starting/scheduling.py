@@ -7,13 +7,15 @@ at 1.5 asynchronously (docs/gpu.md). So a method that need not wait does not.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spec_ext.engine.starting.runners import RunnerChoice
 from vllm_spec_ext.proposers import registry
 
 if TYPE_CHECKING:
     from vllm.config.parallel import ParallelConfig
+    from vllm.config.vllm import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_spec_ext.engine.starting.spec_config import ParsedMethod
@@ -27,9 +29,13 @@ All are verified in every step. On an H200 the same model ran at 1.55, 1.48 and 
 decoding's speed with 8, and at 1.64, 1.21 and 0.29 with 32; 1, 8 and 32 requests.
 """
 
-MOST_REQUESTS = 32
-"""Larger batches decode plainly then: no more was gained with 32 requests, and vLLM 0.32 captures
-no full CUDA graph for more than 512 rows."""
+MOST_ROWS = 288
+"""Draft tokens and their requests' last tokens in a step; more requests decode plainly.
+
+Nothing more was gained with 8 for each of 32 requests, and vLLM 0.32 captures no full CUDA graph
+for more than 512 rows.
+"""
+
 ANY_NUMBER = 1 << 16  # of requests; above what an engine can have
 
 
@@ -41,16 +47,17 @@ def has_gpu() -> bool:
 
 
 def late_widths(given: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """vLLM's options of how much is drafted, if the user gave none of them.
+    """vLLM's options of how much is drafted, as far as the user did not give them.
 
     Args:
-        given: The user's JSON.
-        most: The method's own default.
+        given: The user's JSON, underscores in its keys.
+        most: Draft tokens of a request, given or the method's own default.
     """
-    if WIDTH in given or WIDTHS in given:
+    if WIDTHS in given:
         return {}
-    width = min(MOST_LATE, most)
-    return {WIDTH: width, WIDTHS: [(1, MOST_REQUESTS, width), (MOST_REQUESTS + 1, ANY_NUMBER, 0)]}
+    width = most if WIDTH in given else min(MOST_LATE, most)
+    few = max(1, MOST_ROWS // (width + 1))
+    return {WIDTH: width, WIDTHS: [(1, few, width), (few + 1, ANY_NUMBER, 0)]}
 
 
 def drafts_late(parsed: "ParsedMethod", parallel: "ParallelConfig", runner: RunnerChoice) -> bool:
@@ -69,11 +76,14 @@ def drafts_late(parsed: "ParsedMethod", parallel: "ParallelConfig", runner: Runn
     return asks is not None and bool(asks(parsed.options))
 
 
-def is_async(args: "EngineArgs", runner: RunnerChoice, *, late: bool) -> bool:
+def is_async(
+    args: "EngineArgs", parallel: "ParallelConfig", runner: RunnerChoice, *, late: bool
+) -> bool:
     """Whether scheduling is asynchronous: what the user said, else where it costs nothing.
 
     Args:
         args: ``EngineArgs``.
+        parallel: Target ``ParallelConfig``.
         runner: Of the engine.
         late: As of :func:`drafts_late`.
     """
@@ -81,4 +91,12 @@ def is_async(args: "EngineArgs", runner: RunnerChoice, *, late: bool) -> bool:
         return False
     if args.async_scheduling is not None:
         return args.async_scheduling
-    return late and has_gpu()
+    return late and args.scheduler_cls is None and has_gpu() and _runs_ahead(parallel)
+
+
+def _runs_ahead(parallel: "ParallelConfig") -> bool:
+    """Whether the executor takes a step while another one runs; vLLM asks it, too."""
+    from vllm.v1.executor.abstract import Executor
+
+    asks = cast("VllmConfig", SimpleNamespace(parallel_config=parallel))
+    return bool(Executor.get_class(asks).supports_async_scheduling())

@@ -175,6 +175,7 @@ class ParsedMethod:
     share_unsalted: bool | None  # None: as the kind of engine says
     online: OnlineOptions | None
     vllm_options: dict[str, Any]  # keyword arguments of vLLM's own configuration
+    given: Mapping[str, Any]  # the JSON as it was, underscores in its keys
 
 
 def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
@@ -190,6 +191,7 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
     """
     found = registry.info(method)
     values = {key.replace("-", "_"): value for key, value in given.items()}
+    whole = dict(values)
     values.pop("method", None)
     vllm_options = {key: values.pop(key) for key in VLLM_OPTIONS if key in values}
     rule = values.pop("scorer", None)
@@ -216,7 +218,7 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
     parsed_rule = None if rule is None else parse_rule(rule)
     check_rule(parsed_rule, allow_lossy, num_speculative_tokens=num_draft_tokens)
     return ParsedMethod(
-        found, options, parsed_rule, allow_lossy, share_unsalted, online, vllm_options
+        found, options, parsed_rule, allow_lossy, share_unsalted, online, vllm_options, whole
     )
 
 
@@ -292,10 +294,11 @@ def build_spec_config(
     runner = choose_runner(engine_args, method, target_parallel_config)
     refuse_async(engine_args, method, runner)
     late = scheduling.drafts_late(parsed, target_parallel_config, runner)
-    is_async = scheduling.is_async(engine_args, runner, late=late)
+    late = late and parsed.given.get("adaptive_length") is not True  # that needs to wait
+    is_async = scheduling.is_async(engine_args, target_parallel_config, runner, late=late)
     if late and is_async:
         most = parsed.vllm_options["num_speculative_tokens"]
-        parsed.vllm_options.update(scheduling.late_widths(given, most))
+        parsed.vllm_options.update(scheduling.late_widths(parsed.given, most))
     check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())
     share_unsalted = shares_unsalted(parsed.share_unsalted, engine_args)
     facts = TargetFacts(

@@ -175,7 +175,7 @@ def test_why_it_waits(
     options: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(late_ngram, "MOST_BYTES", 9 << 20)
+    monkeypatch.setattr("vllm_spec_ext.proposers.adaptive_ngram.MOST_LATE_BYTES", 9 << 20)
     proposer = AdaptiveNgram(AdaptiveNgramOptions(**options))
     proposer.start(ENGINE)
     made = proposer.late_drafter(ENGINE)

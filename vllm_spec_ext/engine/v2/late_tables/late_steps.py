@@ -60,7 +60,8 @@ class LateSteps:
         ]
         drafts = runner.drafter.draft_late(known, texts)
         if drafts is None:
-            return states.last_sampled_tokens[batch.idx_mapping].expand(-1, self._num_drafted)
+            # A tensor of its own: vLLM overwrites what is not verified.
+            return states.last_sampled_tokens[batch.idx_mapping].repeat(1, self._num_drafted)
         return drafts
 
     def queue(
