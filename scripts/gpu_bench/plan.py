@@ -16,6 +16,7 @@ NGRAM_GPU = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 4,
 }
+FEW = {"num_speculative_tokens": 8}  # all are verified in every step
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,14 @@ PARTS = (
     Part(Method("plain", None)),  # as vLLM comes: asynchronous, with graphs
     Part(Method("plain_sync", None), SYNC),
     Part(Method("ngram_gpu", NGRAM_GPU)),
-    Part(Method("input_copy", {"method": "input_copy"})),
-    Part(Method("input_copy_async", {"method": "input_copy"}), ASYNC),
-    Part(Method("adaptive_ngram", {"method": "adaptive_ngram"})),
-    Part(Method("adaptive_ngram_async", {"method": "adaptive_ngram"}), ASYNC),
+    Part(Method("input_copy", {"method": "input_copy"})),  # as it comes: asynchronous, too
+    Part(Method("input_copy_sync", {"method": "input_copy"}), SYNC),
+    Part(Method("auto", {"method": "auto"})),  # likewise
+    Part(Method("auto_sync", {"method": "auto"}), SYNC),  # trees
+    Part(Method("adaptive_ngram", {"method": "adaptive_ngram", "tree": False})),
+    Part(Method("adaptive_ngram_tree", {"method": "adaptive_ngram"})),
     Part(Method("suffix_tree", {"method": "suffix_tree"})),
-    Part(Method("auto", {"method": "auto"})),
-    Part(Method("auto_async", {"method": "auto"}), ASYNC),
+    Part(Method("suffix_tree_async", {"method": "suffix_tree", **FEW}), ASYNC),
 )
 
 

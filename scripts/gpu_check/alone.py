@@ -13,7 +13,7 @@ from gpu_check.site import Site, require
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.settings import BenchSettings
 
-PARTS = ("plain", "input_copy", "input_copy_async")
+PARTS = ("plain", "input_copy", "input_copy_sync")
 KEPT_MIB = 2048  # of memory that an engine which has ended may seem to hold
 TEXTS = ("Repeat: one two three four five six.", "true false null [1, 2, 3]")
 
@@ -22,7 +22,7 @@ def bench_alone(site: Site) -> dict[str, Any]:
     """Each engine takes the whole GPU, so the next one starts only if it gave all back."""
     model = site.folder / "tiny"
     settings = settings_for(model, site.folder / "prompts.jsonl", eager=not site.on_gpu)
-    parts = [part for part in chosen(PARTS) if site.on_gpu or "async" not in part.name]
+    parts = chosen(PARTS)
     result = BenchResult(settings, [part.method for part in parts], settings.questions())
     before = find_gpu().used_mib if site.on_gpu else 0
     used = {}

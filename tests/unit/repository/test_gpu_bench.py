@@ -60,11 +60,11 @@ class Engines:
 def test_names_of_parts() -> None:
     assert chosen([]) == list(PARTS)
     assert [part.name for part in chosen(["auto"])] == ["plain", "auto"]
-    with pytest.raises(UnknownNameError, match="auto_async"):
+    with pytest.raises(UnknownNameError, match="auto_sync"):
         chosen(["auto_asnc"])
     plain, *others = PARTS
     assert (plain.method.config, plain.engine_args) == (None, {}), "vLLM as it comes"
-    assert {part.name for part in others if part.engine_args == ASYNC} >= {"input_copy_async"}
+    assert {part.name for part in others if part.engine_args == ASYNC} >= {"suffix_tree_async"}
 
 
 def test_a_part_comes_back_as_it_was_kept(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_the_command_writes_one_json_and_goes_on(on_a_gpu: Engines, tmp_path: Pa
     found = json.loads((tmp_path / "gpu-bench.json").read_text())
     assert found["machine"]["name"] == "NVIDIA H200"
     assert [one["method"] for one in found["summaries"]] == ["plain", "input_copy", "auto"]
-    assert found["engine_args"]["auto_async"] == ASYNC
+    assert found["engine_args"]["suffix_tree_async"] == ASYNC
     assert "| plain" in (tmp_path / "gpu-bench.md").read_text()
     on_a_gpu.started.clear()
     assert command_line.main([*line, "auto", "--fresh"]) == 0
