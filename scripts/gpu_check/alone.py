@@ -22,7 +22,7 @@ def bench_alone(site: Site) -> dict[str, Any]:
     """Each engine takes the whole GPU, so the next one starts only if it gave all back."""
     model = site.folder / "tiny"
     settings = settings_for(model, site.folder / "prompts.jsonl", eager=not site.on_gpu)
-    parts = chosen(PARTS)
+    parts = chosen(PARTS if site.on_gpu else PARTS[:2])
     result = BenchResult(settings, [part.method for part in parts], settings.questions())
     before = find_gpu().used_mib if site.on_gpu else 0
     used = {}
