@@ -126,11 +126,18 @@ def test_on_a_gpu_what_need_not_wait_does_not(
     assert default is not None
     width = min(default, 8) if late else default
     assert spec.num_speculative_tokens == width
+    # The engine is for 8 requests, and one number of them has graphs for plain steps.
+    assert widths_of(made, 100)[1:] == ([width] * 7 + [0] * 93 if late else [])
     few = 288 // (width + 1)
-    assert widths_of(made, 100)[1:] == ([width] * few + [0] * (100 - few) if late else [])
+    many = config_of(tiny_model, speculative_config=config, max_num_seqs=90)
+    assert widths_of(many, 90)[1:] == ([width] * few + [0] * (90 - few) if late else [])
+    scheduler = made.scheduler_config.scheduler_cls
+    assert (scheduler == scheduling.WIDTH_SCHEDULER) == late
+    fixed = config_of(tiny_model, speculative_config={**config, "adaptive_length": False})
+    assert fixed.scheduler_config.scheduler_cls is None
     asked = {**config, "num-speculative-tokens": 11}
-    made = config_of(tiny_model, speculative_config=asked)
-    assert widths_of(made, 100)[1:] == ([11] * 24 + [0] * 76 if late else [])
+    made = config_of(tiny_model, speculative_config=asked, max_num_seqs=90)
+    assert widths_of(made, 90)[1:] == ([11] * 24 + [0] * 66 if late else [])
     table = {**asked, "num-speculative-tokens-per-batch-size": [[1, 4, 11], [5, 9, 3]]}
     made = config_of(tiny_model, speculative_config=table)
     assert widths_of(made, 9)[1:] == [11] * 4 + [3] * 5
@@ -141,7 +148,6 @@ def test_on_a_gpu_what_need_not_wait_does_not(
 @pytest.mark.parametrize(
     ("config", "arguments"),
     [
-        ({"method": "input_copy", "adaptive_length": True}, {}),
         ({"method": "auto"}, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}),
         ({"method": "adaptive_ngram", "tree": False, "request_buckets": 1 << 13}, {}),
     ],

@@ -260,4 +260,20 @@ FUNCTIONS_V2: tuple[Hook, ...] = (
         used_by="engine/v2/late_tables/speculator.py: LateSpeculator stands in its place, or "
         "HostSpeculator",
     ),
+    _V2(
+        "vllm.v1.core.sched.async_scheduler",
+        "AsyncScheduler._update_after_schedule",
+        "gives requests places for the next drafts; before that we say whether there are any",
+        names=("scheduler_output",),
+        exact=True,
+        used_by="engine/v2/late_tables/width_scheduler.py: WidthScheduler extends it",
+    ),
+    _V2(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_from_output",
+        "the tokens of a step",
+        names=("scheduler_output", "model_runner_output"),
+        exact=True,
+        used_by="engine/v2/late_tables/width_scheduler.py: WidthScheduler extends it",
+    ),
 )

@@ -197,6 +197,18 @@ CLASSES_V2: tuple[Reads, ...] = (
         {"num_speculative_steps": "int"},
     ),
     _V2(
+        "vllm.v1.core.sched.async_scheduler",
+        "AsyncScheduler",
+        "drafts are verified in the steps in which they pay",
+        {"num_spec_tokens": "int"},
+    ),
+    _V2(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        "engines of others that are made of our arguments get it",
+        {},
+    ),
+    _V2(
         "vllm.v1.worker.gpu.spec_decode.speculator",
         "BaseSpeculator",
         "base class of what stands in the speculator's place",

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm_spec_ext.engine.starting.runners import RunnerChoice
+from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers import registry
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ Nothing more was gained with 8 for each of 32 requests, and vLLM 0.32 captures n
 for more than 512 rows.
 """
 
+WIDTH_SCHEDULER = "vllm_spec_ext.engine.v2.late_tables.width_scheduler.WidthScheduler"
+
 ANY_NUMBER = 1 << 16  # of requests; above what an engine can have
 
 
@@ -46,18 +49,35 @@ def has_gpu() -> bool:
     return bool(current_platform.is_cuda_alike())
 
 
-def late_widths(given: Mapping[str, Any], most: int) -> dict[str, Any]:
+def late_widths(given: Mapping[str, Any], most: int, max_num_seqs: int | None) -> dict[str, Any]:
     """vLLM's options of how much is drafted, as far as the user did not give them.
 
     Args:
         given: The user's JSON, underscores in its keys.
         most: Draft tokens of a request, given or the method's own default.
+        max_num_seqs: The table says nothing of so many requests, so that vLLM captures CUDA graphs
+            of steps without drafts, whatever the size of the engine; None where nobody needs them.
     """
     if WIDTHS in given:
         return {}
     width = most if WIDTH in given else min(MOST_LATE, most)
-    few = max(1, MOST_ROWS // (width + 1))
+    few = MOST_ROWS // (width + 1)
+    if max_num_seqs is not None:
+        few = min(few, max_num_seqs - 1)
+    few = max(1, few)
     return {WIDTH: width, WIDTHS: [(1, few, width), (few + 1, ANY_NUMBER, 0)]}
+
+
+def may_rest(args: "EngineArgs", given: Mapping[str, Any], options: MethodOptions) -> bool:
+    """Whether drafts rest where they do not pay: nobody said what a batch size is to draft.
+
+    Args:
+        args: ``EngineArgs`` of an engine that drafts late.
+        given: The user's JSON, underscores in its keys.
+        options: Of the method.
+    """
+    unsaid = args.scheduler_cls is None and WIDTHS not in given
+    return has_gpu() and unsaid and options.adaptive_length
 
 
 def drafts_late(parsed: "ParsedMethod", parallel: "ParallelConfig", runner: RunnerChoice) -> bool:

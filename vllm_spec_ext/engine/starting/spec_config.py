@@ -291,14 +291,21 @@ def build_spec_config(
     given = {key: value for key, value in given.items() if not key.startswith("target_")}
     parsed = parse_method(given, method)
     refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
+    if engine_args.scheduler_cls == scheduling.WIDTH_SCHEDULER:
+        engine_args.scheduler_cls = None  # of an earlier engine with these arguments
     runner = choose_runner(engine_args, method, target_parallel_config)
     refuse_async(engine_args, method, runner)
     late = scheduling.drafts_late(parsed, target_parallel_config, runner)
-    late = late and parsed.given.get("adaptive_length") is not True  # that needs to wait
     is_async = scheduling.is_async(engine_args, target_parallel_config, runner, late=late)
     if late and is_async:
         most = parsed.vllm_options["num_speculative_tokens"]
-        parsed.vllm_options.update(scheduling.late_widths(parsed.given, most))
+        rests = scheduling.may_rest(engine_args, parsed.given, parsed.options)
+        widths = scheduling.late_widths(
+            parsed.given, most, engine_args.max_num_seqs if rests else None
+        )
+        parsed.vllm_options.update(widths)
+        if rests:
+            engine_args.scheduler_cls = scheduling.WIDTH_SCHEDULER
     check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())
     share_unsalted = shares_unsalted(parsed.share_unsalted, engine_args)
     facts = TargetFacts(

@@ -39,9 +39,7 @@ def scheduling(is_async: bool, waits_because: str | None, *, may_be_async: bool 
             runner that could do without.
     """
     if not is_async:
-        hint = (
-            " (small batches may gain by --async-scheduling, docs/gpu.md)" if may_be_async else ""
-        )
+        hint = " (plain decoding may be faster on a GPU, docs/gpu.md)" if may_be_async else ""
         return f"synchronous scheduling{hint}"
     if waits_because is None:
         return "asynchronous scheduling, drafts looked up on the device in tables one step old"
