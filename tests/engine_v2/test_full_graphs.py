@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_spec_ext.engine.v2 import full_graphs
-from vllm_spec_ext.engine.v2.full_graphs import AnyLengthGraphs, take_any_length
+from vllm_spec_ext.engine.v2.full_graphs import AnyLengthGraphs, NearbyGraphs, take_any_length
 
 SIZES = [1, 2, 4, 8, 16, 32, 72]
 MOST_REQUESTS = 8
@@ -105,6 +105,34 @@ def test_asynchronous_steps_are_of_one_length(runner: Any, monkeypatch: pytest.M
     monkeypatch.setattr(runner, "is_async", True)
     take_any_length(runner)
     assert runner.cudagraph_manager is made
+
+
+def test_a_larger_graph_of_the_right_length_is_taken(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests verify two draft tokens or none, by the step."""
+    monkeypatch.setattr(runner, "is_async", True)
+    spec = runner.vllm_config.speculative_config
+    monkeypatch.setattr(spec, "num_speculative_tokens_per_batch_size", [(1, 1, 0), (2, 8, 2)])
+    monkeypatch.setattr(spec, "num_speculative_tokens", 2)
+    config = runner.vllm_config.compilation_config
+    monkeypatch.setattr(config, "cudagraph_capture_sizes", [1, 2, 4, 8, 16, 24])
+    made = ModelCudaGraphManager(
+        runner.vllm_config, runner.device, CUDAGraphMode.FULL_AND_PIECEWISE, 3
+    )
+    monkeypatch.setattr(runner, "cudagraph_manager", made)
+    steps = [[length] * number for length in (1, 3) for number in range(1, MOST_REQUESTS + 1)]
+    assert graph_of(made, [1] * 5) == "PIECEWISE"
+    take_any_length(runner)
+    assert isinstance(runner.cudagraph_manager, NearbyGraphs)
+    assert [graph_of(runner.cudagraph_manager, step) for step in steps] == ["FULL"] * len(steps)
+    for step in steps:
+        uniform, number = step[0], len(step)
+        found = runner.cudagraph_manager.dispatch(number, sum(step), uniform, 0, uniform)
+        assert found.uniform_token_count == uniform
+        assert found.num_reqs >= number
+        assert found.num_tokens >= sum(step)
+    assert graph_of(runner.cudagraph_manager, [1, 5], prefill=True) == "PIECEWISE"
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])

@@ -103,6 +103,24 @@ def test_prompts_say_nothing_of_steps() -> None:
         assert choice.drafts_next(8, 56, only_decodes=False)
 
 
+@pytest.mark.parametrize("every", [4, 5, 9])
+def test_prompts_between_steps_hide_no_loss(every: int) -> None:
+    """What takes longer is known although few steps follow each other."""
+    engine = Engine(1.5, lambda number: 1.0)
+    for _ in range(4000 // every):
+        engine.run(every - 1)
+        engine.now += 0.02
+        engine.choice.drafts_next(8, 0, only_decodes=False)
+    assert sum(engine.drafted[1500:]) < 0.15 * len(engine.drafted[1500:])
+
+
+def test_batches_on_the_border_of_two_groups() -> None:
+    engine = Engine(1.5, lambda number: 1.0)
+    for turn in range(1000):
+        engine.run(4, num_requests=15 + turn % 2)
+    assert sum(engine.drafted[1500:]) < 0.1 * 2500
+
+
 def test_pauses_do_not_count_for_much() -> None:
     engine = Engine(1.2, lambda number: 1.8)
     for _ in range(100):

@@ -49,23 +49,23 @@ def has_gpu() -> bool:
     return bool(current_platform.is_cuda_alike())
 
 
-def late_widths(given: Mapping[str, Any], most: int, max_num_seqs: int | None) -> dict[str, Any]:
+def late_widths(given: Mapping[str, Any], most: int, *, rests: bool) -> dict[str, Any]:
     """vLLM's options of how much is drafted, as far as the user did not give them.
 
     Args:
         given: The user's JSON, underscores in its keys.
         most: Draft tokens of a request, given or the method's own default.
-        max_num_seqs: The table says nothing of so many requests, so that vLLM captures CUDA graphs
-            of steps without drafts, whatever the size of the engine; None where nobody needs them.
+        rests: As of :func:`may_rest`. Then the scheduler of ours decides, and the table is read for
+            the CUDA graphs that are captured: of steps without drafts, too, in engines of any size.
     """
     if WIDTHS in given:
         return {}
     width = most if WIDTH in given else min(MOST_LATE, most)
-    few = MOST_ROWS // (width + 1)
-    if max_num_seqs is not None:
-        few = min(few, max_num_seqs - 1)
-    few = max(1, few)
-    return {WIDTH: width, WIDTHS: [(1, few, width), (few + 1, ANY_NUMBER, 0)]}
+    few = max(2, MOST_ROWS // (width + 1))
+    table = [(1, few, width), (few + 1, ANY_NUMBER, 0)]
+    if rests:
+        table[:1] = [(1, 1, 0), (2, few, width)]
+    return {WIDTH: width, WIDTHS: table}
 
 
 def may_rest(args: "EngineArgs", given: Mapping[str, Any], options: MethodOptions) -> bool:
@@ -77,7 +77,8 @@ def may_rest(args: "EngineArgs", given: Mapping[str, Any], options: MethodOption
         options: Of the method.
     """
     unsaid = args.scheduler_cls is None and WIDTHS not in given
-    return has_gpu() and unsaid and options.adaptive_length
+    # With one request alone there would be graphs of one kind.
+    return has_gpu() and unsaid and options.adaptive_length and args.max_num_seqs != 1
 
 
 def drafts_late(parsed: "ParsedMethod", parallel: "ParallelConfig", runner: RunnerChoice) -> bool:

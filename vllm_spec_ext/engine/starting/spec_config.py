@@ -300,10 +300,7 @@ def build_spec_config(
     if late and is_async:
         most = parsed.vllm_options["num_speculative_tokens"]
         rests = scheduling.may_rest(engine_args, parsed.given, parsed.options)
-        widths = scheduling.late_widths(
-            parsed.given, most, engine_args.max_num_seqs if rests else None
-        )
-        parsed.vllm_options.update(widths)
+        parsed.vllm_options.update(scheduling.late_widths(parsed.given, most, rests=rests))
         if rests:
             engine_args.scheduler_cls = scheduling.WIDTH_SCHEDULER
     check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())

@@ -31,6 +31,9 @@ for the longest request of the step, and the graph for the longest one that ther
 """
 
 
+MOST_PADDED = 8  # requests
+
+
 def no_trees_reason(graphs: CUDAGraphMode) -> str | None:
     """Why steps cannot have branches; None if they can.
 
@@ -42,25 +45,65 @@ def no_trees_reason(graphs: CUDAGraphMode) -> str | None:
     return None
 
 
-class AnyLengthGraphs(ModelCudaGraphManager):
-    """Full graphs that replay decoding steps of 1 to ``decode_query_len`` tokens a request."""
+class _Graphs(ModelCudaGraphManager):
+    """In the place of what vLLM made for the same engine; nothing is captured yet."""
 
-    def __init__(self, made: ModelCudaGraphManager, has_trees: Callable[[], bool]) -> None:
-        """Stand in for what vLLM made; nothing is captured yet.
+    of_any_length = False
 
-        Args:
-            made: vLLM's own, of the same engine.
-            has_trees: Whether the step for which a graph is wanted has branches.
-        """
+    def __init__(self, made: ModelCudaGraphManager) -> None:
         super().__init__(
             made.vllm_config,
             made.device,
             made.cudagraph_mode,
             made.decode_query_len,
             lora_capture_cases=made.lora_capture_cases,
-            varlen_decode=True,
+            varlen_decode=self.of_any_length,
             ubatch_runner=made.ubatch_runner,
         )
+
+
+class NearbyGraphs(_Graphs):
+    """vLLM's graphs of steps of a few lengths, of which a step takes one that is larger, too.
+
+    vLLM 0.32 looks at the next larger size alone. That may be captured for another length, so that
+    25 requests with a token each got none: there was one for 27 tokens, of three requests.
+    """
+
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        max_query_len: int | None = None,
+        num_ubatches: int = 1,
+    ) -> BatchExecutionDescriptor:
+        """As vLLM's, then as if up to :data:`MOST_PADDED` more requests took part."""
+        rest = (uniform_token_count, num_active_loras, max_query_len, num_ubatches)
+        found: BatchExecutionDescriptor = super().dispatch(num_reqs, num_tokens, *rest)
+        if uniform_token_count is None or found.cg_mode == CUDAGraphMode.FULL:
+            return found
+        for more in range(1, MOST_PADDED + 1):
+            padded = num_tokens + more * uniform_token_count
+            larger: BatchExecutionDescriptor = super().dispatch(num_reqs, padded, *rest)
+            if larger.cg_mode == CUDAGraphMode.FULL:
+                return larger
+        return found
+
+
+class AnyLengthGraphs(_Graphs):
+    """Full graphs that replay decoding steps of 1 to ``decode_query_len`` tokens a request."""
+
+    of_any_length = True
+
+    def __init__(self, made: ModelCudaGraphManager, has_trees: Callable[[], bool]) -> None:
+        """Stand in for what vLLM made.
+
+        Args:
+            made: vLLM's own, of the same engine.
+            has_trees: Whether the step for which a graph is wanted has branches.
+        """
+        super().__init__(made)
         self._has_trees = has_trees
 
     def dispatch(
@@ -110,7 +153,8 @@ class PromisedLengthMixin(ABC):  # noqa: B024
 def take_any_length(runner: "SpecRunnerV2Mixin") -> None:
     """Put graphs of any length in the place of the runner's, where its attention can replay them.
 
-    With asynchronous scheduling every request does verify as many tokens, as vLLM expects.
+    With asynchronous scheduling every request does verify as many tokens, as vLLM expects; where
+    that number changes by the step, :class:`NearbyGraphs`.
 
     Args:
         runner: Its KV cache initialised, its graphs not captured.
@@ -118,12 +162,16 @@ def take_any_length(runner: "SpecRunnerV2Mixin") -> None:
     made = runner.cudagraph_manager
     mode = made.cudagraph_mode
     if (
-        runner.is_async
-        or not mode.separate_routine()
+        not mode.separate_routine()
         or mode.decode_mode() != CUDAGraphMode.FULL
         or runner.vllm_config.cache_config.kv_sharing_fast_prefill  # keeps vLLM's manager
-        or not _can_replay(runner, made.decode_query_len)
     ):
+        return
+    if runner.is_async:
+        if runner.speculative_config.num_speculative_tokens_per_batch_size is not None:
+            runner.cudagraph_manager = NearbyGraphs(made)
+        return
+    if not _can_replay(runner, made.decode_query_len):
         return
     runner.cudagraph_manager = AnyLengthGraphs(made, runner.has_trees)
     _promise(runner.model_state, made.decode_query_len)

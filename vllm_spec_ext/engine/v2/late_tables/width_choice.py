@@ -18,10 +18,12 @@ TRIAL = 12  # steps
 PAYING = 512  # steps with drafts until plain ones are timed again
 FIRST_REST, LONGEST_REST = 128, 512  # plain steps until drafts are tried again
 LOOKS = 32  # steps between two looks at drafts that pay
-SETTLED = 3  # steps of a kind before one is timed: those before are still under way
+EXTENSIONS = 4  # of a trial in which too little could be timed
+SETTLED = 2  # steps of a kind before one is timed: those before are still under way
 LEAST_TIMED = 5
 LEAST_RATIO = 0.98  # of plain decoding's speed; below it drafts rest
-REMEMBERED = 512  # answers of requests to a step; at as many, all count half
+REMEMBERED = 128  # steps; answers to more count half
+FAR = -9  # no group's
 OLD = 0.1  # what answers count from before a rest
 
 Phase = Literal["try", "compare", "draft", "rest"]
@@ -41,6 +43,7 @@ class _Group:
     num_tokens: float = 0.0  # in them
     phase: Phase = "try"
     left: int = TRIAL  # steps of the phase
+    extended: int = 0  # times
     rest: int = FIRST_REST
 
     @property
@@ -54,6 +57,12 @@ class _Group:
             self.left = 0
         if self.left:
             return
+        timed = self.drafted if self.drafts else self.plain
+        unsure = self.phase in ("try", "compare") and len(timed) < LEAST_TIMED
+        if unsure and self.extended < EXTENSIONS:
+            self.extended, self.left = self.extended + 1, TRIAL
+            return
+        self.extended = 0
         if self.phase == "rest":
             self.drafted.clear()
             self.num_answers, self.num_tokens = OLD * self.num_answers, OLD * self.num_tokens
@@ -61,15 +70,20 @@ class _Group:
         elif not self._pays():
             self.phase, self.left = "rest", self.rest
             self.rest = min(2 * self.rest, LONGEST_REST)
-        elif self.phase == "compare" or (self.phase == "try" and len(self.plain) >= LEAST_TIMED):
-            self.phase, self.left, self.rest = "draft", PAYING, FIRST_REST
+        elif self.phase == "compare" or (self.phase == "try" and self._is_known()):
+            self.phase, self.left = "draft", PAYING
+            if self._is_known():
+                self.rest = FIRST_REST
         else:
             self.plain.clear()
             self.phase, self.left = "compare", TRIAL
 
+    def _is_known(self) -> bool:
+        return min(len(self.plain), len(self.drafted)) >= LEAST_TIMED and self.num_answers > 0
+
     def _pays(self) -> bool:
         """Also where too little was timed to tell."""
-        if min(len(self.plain), len(self.drafted)) < LEAST_TIMED or not self.num_answers:
+        if not self._is_known():
             return True
         gained = self.num_tokens / self.num_answers
         return gained * median(self.plain) >= LEAST_RATIO * median(self.drafted)
@@ -86,7 +100,7 @@ class WidthChoice:
         """
         self._clock = clock
         self._groups: dict[int, _Group] = {}
-        self._last = (0, False, 0)  # group, whether drafts were verified, steps of that kind
+        self._last = (0, False, 0)  # group, whether drafts were verified, steps of about that kind
         self._time = 0.0
 
     def drafts_next(self, num_requests: int, num_verified: int, *, only_decodes: bool) -> bool:
@@ -101,9 +115,10 @@ class WidthChoice:
         self._time = now
         size = num_requests.bit_length()
         group = self._groups.setdefault(size, _Group())
-        kind = (size, num_verified > 0)
-        same = self._last[2] + 1 if only_decodes and self._last[:2] == kind else 0
-        self._last = (*kind, same)
+        verifies = num_verified > 0
+        near = abs(size - self._last[0]) <= 1 and verifies == self._last[1]
+        same = self._last[2] + 1 if only_decodes and near else 0
+        self._last = (size if only_decodes else FAR, verifies, same)
         if same >= SETTLED:
             (group.drafted if num_verified else group.plain).append(now - before)
         if only_decodes:
@@ -121,5 +136,5 @@ class WidthChoice:
         group = self._groups.setdefault(num_requests.bit_length(), _Group())
         group.num_answers += num_answers
         group.num_tokens += num_tokens
-        if group.num_answers > REMEMBERED:
+        if group.num_answers > REMEMBERED * num_requests:
             group.num_answers, group.num_tokens = group.num_answers / 2, group.num_tokens / 2

@@ -2,7 +2,7 @@
 """vLLM's asynchronous scheduler, drafting only where that pays.
 
 It is asked for by vLLM's option ``scheduler_cls``. Each request drafts as many tokens as there can
-be, or none: there are CUDA graphs for both.
+be, or none: there are CUDA graphs for both (:class:`..full_graphs.NearbyGraphs`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ class WidthScheduler(AsyncScheduler):
             num_verified = sum(map(len, drafts))
             decodes = num_requests + num_verified == scheduler_output.total_num_scheduled_tokens
             most = self.num_spec_tokens
-            fits = num_requests == 1 or num_requests * (most + 1) <= MOST_ROWS
+            fits = num_requests <= 2 or num_requests * (most + 1) <= MOST_ROWS
             pays = self._width_choice.drafts_next(num_requests, num_verified, only_decodes=decodes)
             scheduler_output.num_spec_tokens_to_schedule = most if fits and pays else 0
         super()._update_after_schedule(scheduler_output)
