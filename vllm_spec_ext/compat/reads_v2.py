@@ -65,7 +65,7 @@ CLASSES_V2: tuple[Reads, ...] = (
         "vllm.v1.worker.gpu.cudagraph_utils",
         "BatchExecutionDescriptor",
         "the graph that a step gets",
-        {},
+        {"cg_mode": "CUDAGraphMode"},
     ),
     _V2(
         "vllm.v1.worker.gpu.model_runner",
