@@ -18,7 +18,7 @@ from typing import Any
 
 Run = dict[str, str | None]
 
-CONFIG = {"method": "input_copy", "num_speculative_tokens": 32}
+CONFIG = {"method": "input_copy"}
 
 
 def shared_engine(model: str) -> Callable[..., Any]:

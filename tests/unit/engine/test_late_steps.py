@@ -150,4 +150,4 @@ def test_why_an_engine_waits(
     line = scheduling(True, found)
     assert (reason or "looked up on the device") in line
     assert scheduling(False, found) == "synchronous scheduling"
-    assert "--async-scheduling" in scheduling(False, found, may_be_async=True)
+    assert "docs/gpu.md" in scheduling(False, found, may_be_async=True)
