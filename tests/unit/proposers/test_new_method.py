@@ -117,7 +117,7 @@ def test_the_engine_and_the_commands_check_its_options() -> None:
     with pytest.raises(SpecExtError, match=r"copies: .*less than or equal to 5; found 9"):
         parse_method({"method": "tmp_method", "copies": 9}, "tmp_method")
     config = speculative_config("tmp_method", {"copies": 4}, None)
-    assert config == {"method": "tmp_method", "num_speculative_tokens": 3, "copies": 4}
+    assert config == {"method": "tmp_method", "copies": 4}
 
 
 @pytest.mark.usefixtures("registered")
