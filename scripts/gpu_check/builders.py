@@ -149,10 +149,9 @@ def require_agreement(
     Raises:
         CheckFailed: They part early, or a log-probability is off by more than rounding.
     """
-    found = figures(reference, outputs, **found)
-    num_tokens, whole, largest = (
-        found[name] for name in ("compared", "tokens", "largest_difference")
-    )
+    num_tokens, largest = agreement(reference, outputs)
+    whole = sum(len(out.outputs[0].token_ids) for out in reference)
+    found = {"compared": num_tokens, "tokens": whole, "largest_difference": largest, **found}
     require(
         num_tokens > LEAST_COMPARED * whole,
         f"{what}: {num_tokens} of {whole} tokens until texts part, expected more than a quarter",
@@ -165,13 +164,6 @@ def require_agreement(
         **found,
     )
     return found
-
-
-def figures(reference: Sequence[Any], outputs: Sequence[Any], **found: Any) -> dict[str, Any]:
-    """How far answers in 16 bits agree with those of plain decoding, with what else was found."""
-    num_tokens, largest = agreement(reference, outputs)
-    whole = sum(len(out.outputs[0].token_ids) for out in reference)
-    return {"compared": num_tokens, "tokens": whole, "largest_difference": largest, **found}
 
 
 def require_controls(controls: dict[str, int]) -> dict[str, Any]:

@@ -49,6 +49,15 @@ def has_gpu() -> bool:
     return bool(current_platform.is_cuda_alike())
 
 
+def most_requests(width: int) -> int:
+    """Requests of the largest batch that drafts.
+
+    Args:
+        width: Draft tokens of each.
+    """
+    return max(2, MOST_ROWS // (width + 1))
+
+
 def late_widths(given: Mapping[str, Any], most: int, *, rests: bool) -> dict[str, Any]:
     """vLLM's options of how much is drafted, as far as the user did not give them.
 
@@ -61,7 +70,7 @@ def late_widths(given: Mapping[str, Any], most: int, *, rests: bool) -> dict[str
     if WIDTHS in given:
         return {}
     width = most if WIDTH in given else min(MOST_LATE, most)
-    few = max(2, MOST_ROWS // (width + 1))
+    few = most_requests(width)
     table = [(1, few, width), (few + 1, ANY_NUMBER, 0)]
     if rests:
         table[:1] = [(1, 1, 0), (2, few, width)]

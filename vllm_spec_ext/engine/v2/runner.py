@@ -227,10 +227,10 @@ class SpecRunnerV2Mixin:
         output: AsyncOutput | None = sampling(*args, **kwargs)
         if state is None or output is None:
             return None
+        scheduled = state.num_spec_tokens_to_schedule
         if self.late_steps is not None:
             if self.is_warming_up:
                 return output
-            scheduled = state.num_spec_tokens_to_schedule
             return self.late_steps.queue(output, state.input_batch, scheduled)
         result = output.get_output()
         batch, new_tokens = state.input_batch, result.sampled_token_ids
@@ -243,10 +243,7 @@ class SpecRunnerV2Mixin:
                 self.tree_attention.end_step()
             if self.drafter.needs.hidden_states:
                 hidden = hidden[batch.logits_indices]
-            drafts = self.step_drafts.make(
-                self.spec_step, new_tokens, hidden, state.num_spec_tokens_to_schedule
-            )
-        scheduled = state.num_spec_tokens_to_schedule
+            drafts = self.step_drafts.make(self.spec_step, new_tokens, hidden, scheduled)
         self._host_draft_tokens.hand_over(batch, drafts, new_tokens, scheduled)
         return put_news(result, self.drafter.counts)
 

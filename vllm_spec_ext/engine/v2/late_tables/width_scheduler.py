@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_spec_ext.engine.starting.scheduling import MOST_ROWS
+from vllm_spec_ext.engine.starting.scheduling import most_requests
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.v2.late_tables.width_choice import WidthChoice
 
@@ -43,7 +43,7 @@ class WidthScheduler(AsyncScheduler):
             num_verified = sum(map(len, drafts))
             decodes = num_requests + num_verified == scheduler_output.total_num_scheduled_tokens
             most = self.num_spec_tokens
-            fits = num_requests <= 2 or num_requests * (most + 1) <= MOST_ROWS
+            fits = num_requests <= most_requests(most)
             pays = self._width_choice.drafts_next(num_requests, num_verified, only_decodes=decodes)
             scheduler_output.num_spec_tokens_to_schedule = most if fits and pays else 0
         super()._update_after_schedule(scheduler_output)
