@@ -70,9 +70,12 @@ class NextTokens:
     probs: NDArray[np.float32]  # [num_rows, m] of the model, before any sampling parameters
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestStep:
-    """One request right after a target step that gave it new tokens."""
+    """One request right after a target step that gave it new tokens; to be read, not written.
+
+    Not frozen: one is made for each request in every step, and that would take three times as long.
+    """
 
     request_id: str
     token_ids: IntArray  # [num_tokens] prompt and output; a view, valid during the call only
@@ -109,9 +112,9 @@ class RequestStep:
         return self.temperature > 0.0 and self.seed is None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepContext:
-    """All requests of a batch that got new tokens in this step."""
+    """All requests of a batch that got new tokens in this step; to be read, not written."""
 
     requests: Sequence[RequestStep]
     hidden_states: "torch.Tensor | None" = None  # [num_requests, hidden] if Needs.hidden_states
@@ -134,9 +137,9 @@ class StepContext:
     a shorter draft saves nothing."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepOutcome:
-    """What the target made of one request's previous draft.
+    """What the target made of one request's previous draft; to be read, not written.
 
     Of a draft that was not verified, to save time, it is what the target went on to say: such an
     outcome may come some steps later, but before the request is drafted for again.

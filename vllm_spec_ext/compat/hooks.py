@@ -189,6 +189,13 @@ FUNCTIONS: tuple[Hook, ...] = (
     ),
     Hook(
         _RUNNER,
+        "GPUModelRunner._calc_spec_decode_metadata",
+        "which rows verify drafts; the same in all steps of single tokens",
+        names=("num_draft_tokens", "cu_num_scheduled_tokens"),
+        exact=True,
+    ),
+    Hook(
+        _RUNNER,
         "GPUModelRunner._update_states",
         "which requests are new, finished, preempted or resumed",
         names=("scheduler_output",),

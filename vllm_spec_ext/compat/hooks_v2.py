@@ -47,6 +47,12 @@ FUNCTIONS_V2: tuple[Hook, ...] = (
         type="torch.Tensor",
     ),
     _V2(
+        "vllm.utils.platform_utils",
+        "is_pin_memory_available",
+        "memory from which drafts are copied without waiting",
+        type="bool",
+    ),
+    _V2(
         _RUNNER,
         "GPUModelRunner.load_model",
         "the proposer starts once the target's weights are there",

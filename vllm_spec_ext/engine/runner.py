@@ -9,7 +9,7 @@ they do is elsewhere: :mod:`.step` is the step, :mod:`.requests.state` a request
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -81,6 +81,7 @@ class SpecRunnerMixin:
         self.step_log: StepLog | None = None
         self.is_warming_up = False  # the V1 runner makes up batches for that, not requests
         self.row_padding: RowPadding | None = None
+        self._plain_metadata: dict[int, SpecDecodeMetadata] = {}  # by number of requests
         # vLLM asks its target for hidden states of its layers if this is set.
         if self.drafter.models.reads_layers:
             self.use_aux_hidden_state_outputs = True
@@ -161,6 +162,20 @@ class SpecRunnerMixin:
         if self.tree_attention is not None:
             self._lay_out_trees(self.tree_attention, step)
         return result
+
+    def _calc_spec_decode_metadata(
+        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> "SpecDecodeMetadata":
+        """Which rows verify what; made once for steps in which each request decodes one token."""
+        calculate = super()._calc_spec_decode_metadata  # type: ignore[misc]
+        num_requests = len(num_draft_tokens)
+        if cu_num_scheduled_tokens[num_requests - 1] != num_requests:
+            return cast("SpecDecodeMetadata", calculate(num_draft_tokens, cu_num_scheduled_tokens))
+        found = self._plain_metadata.get(num_requests)
+        if found is None:
+            found = calculate(num_draft_tokens, cu_num_scheduled_tokens)
+            self._plain_metadata[num_requests] = found
+        return found
 
     def _lay_out_trees(self, trees: TreeAttention, step: Step) -> None:
         batch, starts = self.input_batch, self.query_start_loc.np

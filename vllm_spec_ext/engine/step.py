@@ -102,9 +102,11 @@ class Step:
         """
         found = []
         for row, (draft, tokens) in enumerate(zip(self.drafts, new_tokens, strict=True)):
+            if not draft or not tokens:
+                continue
             # Placeholders (-1) are the scheduler's padding of a resumed request, not a draft.
             num_drafted = len(draft) - draft.count(-1)
-            if num_drafted and tokens:
+            if num_drafted:
                 # What fills a draft up may be right, too, and is none of it.
                 nodes = self.accepted_nodes(row, min(len(tokens) - 1, num_drafted))
                 found.append(StepOutcome(self.request_ids[row], num_drafted, len(nodes), nodes))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
+from vllm_spec_ext.engine.requests.state import KnownRequest
 from vllm_spec_ext.options import RequestOptions
 
 
@@ -24,11 +25,9 @@ from vllm_spec_ext.options import RequestOptions
 def test_what_a_request_says_holds_whatever_the_method_reads(
     options: dict[str, Any], room: int
 ) -> None:
-    params = SimpleNamespace(max_tokens=50, temperature=0.0, top_k=0, top_p=1.0, seed=None)
-    known = SimpleNamespace(params=params, token_ids=np.arange(9), num_prompt_tokens=5)
-    state = SimpleNamespace(options=RequestOptions(**options), share_group=None)
-    runner = SimpleNamespace(
-        known=lambda name: known, state_of=lambda name: state, max_model_len=100
-    )
+    params: Any = SimpleNamespace(max_tokens=50, temperature=0.0, top_k=0, top_p=1.0, seed=None)
+    known = KnownRequest(np.arange(9, dtype=np.int32), 5, params)
+    state: Any = SimpleNamespace(options=RequestOptions(**options), share_group=None)
+    runner = SimpleNamespace(known=lambda name: known, max_model_len=100)
     drafts: Any = SimpleNamespace(_runner=runner, _unread=SimpleNamespace(pop=lambda name: []))
-    assert StepDrafts.request_step(drafts, "a", [8], 4).room == room
+    assert StepDrafts.request_step(drafts, "a", state, [8], 4).room == room

@@ -262,7 +262,8 @@ class Drafter:
         num_steps = num_tokens = num_drafted = 0
         for request in step.requests:
             num_new = len(request.new_tokens)
-            if request.num_output_tokens > num_new:  # a prefill's step gives one token anyway
+            # A prefill's step gives one token anyway.
+            if len(request.token_ids) - request.num_prompt_tokens > num_new:
                 num_steps += request.num_steps
                 num_tokens += num_new
                 num_drafted += request.request_id in verified

@@ -14,6 +14,7 @@ from vllm_spec_ext.engine.drafting.shadow_drafts import MOST_TOKENS, ShadowDraft
 from vllm_spec_ext.engine.drafting.step_tap import record_step, wants_any
 from vllm_spec_ext.engine.drafting.unread_tokens import UnreadTokens
 from vllm_spec_ext.engine.models.unread_states import behind
+from vllm_spec_ext.engine.requests.state import RequestState
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.plan import fitting_prefix, segment_bounds
 from vllm_spec_ext.proposers.base import (
@@ -99,6 +100,8 @@ class StepDrafts:
         drafts, probs = runner.drafter.ranks.lead(
             lambda: self.decide(step, new_tokens, sample_hidden_states, max_draft_tokens)
         )
+        if not drafts:  # nobody was asked
+            return [[] for _ in new_tokens]
         made, rest = iter(drafts), iter(probs)
         result: list[list[int]] = []
         for state, tokens in zip(step.states, new_tokens, strict=True):
@@ -117,7 +120,7 @@ class StepDrafts:
         sample_hidden_states: torch.Tensor,
         max_draft_tokens: int,
     ) -> tuple[list[ScheduledDraft], list[torch.Tensor]]:
-        """One draft for each request that got new tokens, in batch order.
+        """One draft for each request that got new tokens, in batch order; none while it rests.
 
         Args:
             step: The one that gave these tokens.
@@ -130,12 +133,14 @@ class StepDrafts:
         """
         runner = self._runner
         if self._rests(step, new_tokens):
-            return [ScheduledDraft(name, [], None, None) for name in step.request_ids], []
+            return [], []
         unread = self._unread.begin_reading(step.request_ids)
         started = self._observe_step(step, new_tokens)
         rows = [row for row, tokens in enumerate(new_tokens) if tokens]
         requests = [
-            self.request_step(step.request_ids[row], new_tokens[row], max_draft_tokens)
+            self.request_step(
+                step.request_ids[row], step.states[row], new_tokens[row], max_draft_tokens
+            )
             for row in rows
         ]
         requests = self._with_next_tokens(step, rows, requests)
@@ -166,14 +171,16 @@ class StepDrafts:
         made = runner.drafter.draft(
             context, step.outcomes(new_tokens), known, is_shadow=allowance.is_shadow
         )
-        prompt_seconds = models.end_step(any(request.room for request in requests))
-        views.end_step()
+        prompt_seconds = 0.0
+        if models or views:
+            prompt_seconds = models.end_step(any(request.room for request in requests))
+            views.end_step()
         if allowance.is_shadow:
             self._shadows.keep(requests, made)
             made = [EMPTY_DRAFT] * len(made)
-        sizes = list(map(len, made))
-        if allowance.max_tokens is not None and sum(sizes) > allowance.max_tokens:
-            rooms = shares(allowance.max_tokens, sizes)
+        most = allowance.max_tokens
+        if most is not None and sum(sizes := list(map(len, made))) > most:
+            rooms = shares(most, sizes)
             requests = [replace(one, room=room) for one, room in zip(requests, rooms, strict=True)]
         drafts, probs = self._schedule(requests, made)
         if self.budget is not None:
@@ -188,8 +195,10 @@ class StepDrafts:
         num_free = 0 if trees is None else len(trees.scratch)
         drafts, probs = [], []
         for request, draft in zip(requests, made, strict=True):
-            size, tree, used = self._verifiable(request, draft, num_free)
-            num_free -= used
+            size, tree = min(len(draft.tokens), request.room), None
+            if draft.parents is not None:
+                size, tree, used = self._verifiable(request, draft, num_free)
+                num_free -= used
             tokens = draft.tokens[:size].tolist()
             drawn = None
             if draft.probs is not None and tokens and self._may_draw(request.request_id):
@@ -287,34 +296,33 @@ class StepDrafts:
         ]
 
     def request_step(
-        self, request_id: str, new_tokens: list[int], max_draft_tokens: int
+        self, request_id: str, state: RequestState, new_tokens: list[int], max_draft_tokens: int
     ) -> RequestStep:
         """A request as the proposer sees it.
 
         Args:
             request_id: Known to the runner, with its new tokens.
+            state: Of the request.
             new_tokens: Of the step.
             max_draft_tokens: The engine's limit for each request.
         """
-        runner = self._runner
-        known, state = runner.known(request_id), runner.state_of(request_id)
-        params, num_tokens = known.params, len(known.token_ids)
-        if not state.options.enabled:
-            max_draft_tokens = 0
-        elif state.options.max_draft_tokens is not None:
-            max_draft_tokens = min(max_draft_tokens, state.options.max_draft_tokens)
-        num_output_tokens = num_tokens - known.num_prompt_tokens
-        num_left = (params.max_tokens or runner.max_model_len) - num_output_tokens
+        token_ids, num_prompt_tokens, params = self._runner.known(request_id)
+        options, num_tokens = state.options, len(token_ids)
+        room = max_draft_tokens if options.enabled else 0
+        if options.max_draft_tokens is not None:
+            room = min(room, options.max_draft_tokens)
         # The bonus token needs a place too, so one less than what is left.
-        room = min(max_draft_tokens, num_left - 1, runner.max_model_len - num_tokens - 1)
+        room = min(room, self._runner.max_model_len - num_tokens - 1)
+        if params.max_tokens:
+            room = min(room, params.max_tokens - (num_tokens - num_prompt_tokens) - 1)
         unread = self._unread.pop(request_id)
         return RequestStep(
             request_id=request_id,
-            token_ids=known.token_ids,
-            num_prompt_tokens=known.num_prompt_tokens,
+            token_ids=token_ids,
+            num_prompt_tokens=num_prompt_tokens,
             new_tokens=[*unread, *new_tokens],
-            room=max(0, room),
-            options=state.options,
+            room=room if room > 0 else 0,
+            options=options,
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
@@ -326,18 +334,16 @@ class StepDrafts:
     def _verifiable(
         self, request: RequestStep, draft: Draft, num_free: int
     ) -> tuple[int, list[int] | None, int]:
-        """The part of a draft that the next step can verify.
+        """The part of a tree that the next step can verify.
 
         Returns:
             How many nodes stay, their parents if they branch, and the scratch blocks that they
             will need.
         """
-        num_nodes = min(len(draft), request.room)
-        if draft.parents is None:
-            return num_nodes, None, 0
-        parents: list[int] = draft.parents[:num_nodes].tolist()
+        assert draft.parents is not None
+        parents: list[int] = draft.parents[: request.room].tolist()
         if not is_branching(parents):
-            return num_nodes, None, 0
+            return len(parents), None, 0
         trees = self._runner.tree_attention
         params = self._runner.known(request.request_id).params
         # vLLM's grammar follows one chain of draft tokens.

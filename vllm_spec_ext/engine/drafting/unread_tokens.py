@@ -45,9 +45,11 @@ class UnreadTokens:
         """
         num_steps, before = self._num_steps, self._batch
         self._batch, self._num_steps = batch, 0
+        if not num_steps:
+            return UnreadSteps(0, len(before), {})
         whole = {
             name: place
-            for place, name in enumerate(before if num_steps else ())
+            for place, name in enumerate(before)
             if len(self._tokens.get(name, ())) == num_steps
         }
         return UnreadSteps(num_steps, len(before), whole)

@@ -6,11 +6,10 @@ that. So the speculator returns what is there already, and the drafts are writte
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
@@ -31,7 +30,7 @@ class HostSpeculator(BaseSpeculator):
         Args:
             draft_tokens: [max_num_reqs, k] int64 of vLLM's ``RequestState``.
         """
-        self._draft_tokens = draft_tokens
+        self._nothing = torch.zeros_like(draft_tokens)  # which vLLM may write into
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """There is nothing to capture."""
@@ -40,8 +39,8 @@ class HostSpeculator(BaseSpeculator):
         """There is nothing to capture."""
 
     def propose(self, input_batch: "InputBatch", *args: Any, **kwargs: Any) -> torch.Tensor:
-        """[num_reqs, k] the drafts of the last step; overwritten in this one."""
-        return self._draft_tokens[: input_batch.num_reqs].clone()
+        """[num_reqs, k] tokens that stand for drafts until those of the step are there."""
+        return self._nothing[: input_batch.num_reqs]
 
 
 class HostDraftTokens:
@@ -54,10 +53,14 @@ class HostDraftTokens:
             draft_tokens: [max_num_reqs, k] int64 of vLLM's ``RequestState``.
             is_async: The scheduler has every request draft as many tokens.
         """
-        from vllm.utils.torch_utils import async_tensor_h2d  # patched by vLLM's CPU worker
-
-        self._upload = partial(async_tensor_h2d, device=draft_tokens.device)
         self._draft_tokens, self._is_async = draft_tokens, is_async
+        # The device's tokens as they should be, by vLLM's place of each request. What was sent has
+        # arrived when this is written again: the tokens of a step behind it are on the host then.
+        on_device = draft_tokens.device.type != "cpu"
+        self._mirror = torch.zeros_like(
+            draft_tokens, device="cpu", pin_memory=on_device and is_pin_memory_available()
+        )
+        self._rows = self._mirror.numpy()
         self._request_ids: Sequence[str] = ()
         self._drafts: Sequence[Sequence[int]] = ()
 
@@ -87,8 +90,8 @@ class HostDraftTokens:
             [*draft, *(new[-1:] or [0]) * (width - len(draft))]
             for draft, new in zip(drafts, new_tokens, strict=True)
         ]
-        on_device = self._upload(np.array(rows, np.int64))
-        self._draft_tokens.index_copy_(0, batch.idx_mapping, on_device)
+        self._rows[batch.idx_mapping_np] = rows
+        self._draft_tokens.copy_(self._mirror, non_blocking=True)
         self._request_ids = batch.req_ids
         self._drafts = [row[:num_scheduled] for row in rows] if self._is_async else drafts
 

@@ -75,8 +75,9 @@ class Verifier:
             num_likeliest = runner.step_drafts.num_likeliest(step)
         if num_likeliest and logits is not None:
             step.likeliest = LikeliestTokens.of(logits, num_likeliest)  # before it is modified
-        states, greedy = step.states, self._greedy_requests()
+        states = step.states
         has_eta = any(state.eta is not None for state in states)
+        greedy = self._greedy_requests() if has_eta else []
         self._use_eta(states, [1] * len(states), greedy)
         holder = metadata.thinking_budget_state_holder
         has_budget = holder is not None and holder.has_tracked_requests()
@@ -90,6 +91,7 @@ class Verifier:
         must_walk = has_trees or broken or has_eta or has_budget or bool(metadata.generators)
         if self._relaxed_rule is None and not must_walk:
             return stock(logits, spec_decode_metadata)
+        greedy = self._greedy_requests()
         batch = step_batch(step, None if trees is None else trees.plan)
         self._use_eta(states, (np.diff(batch.node_starts) + 1).tolist(), greedy)
         rule = None

@@ -32,17 +32,19 @@ class WorkerCounts:
 
     def __init__(self) -> None:
         """Nothing is counted yet."""
+        self._counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._news: News = {}
         self._told: dict[str, tuple[float, ...]] = {}  # totals of each model
 
     def add(self, **counts: float) -> None:
-        """Add to counters by name."""
+        """Add to counters by name.
+
+        Raises:
+            KeyError: There is no such counter.
+        """
+        found = self._counts
         for name, count in counts.items():
-            if name not in COUNTERS:
-                raise KeyError(name)
-            if count:
-                found = self._news.setdefault("counts", {})
-                found[name] = found.get(name, 0.0) + float(count)
+            found[name] += count
 
     def time(self, microseconds: float) -> None:
         """Count one call of the proposer."""
@@ -70,6 +72,10 @@ class WorkerCounts:
     def take(self) -> News:
         """What is new; it counts as told."""
         news, self._news = self._news, {}
+        moved = {name: float(count) for name, count in self._counts.items() if count}
+        if moved:
+            news["counts"] = moved
+            self._counts = dict.fromkeys(COUNTERS, 0)
         return news
 
 

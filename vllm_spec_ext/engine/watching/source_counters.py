@@ -22,12 +22,13 @@ class SourceCounter:
     def drafted(self, step: StepContext, drafts: Sequence[Draft]) -> None:
         """Remember who named the nodes of these drafts, and what was expected of them."""
         for request, draft in zip(step.requests, drafts, strict=True):
-            self._waiting.pop(request.request_id, None)  # one that was never verified
-            if len(draft):
-                self._waiting[request.request_id] = draft
+            # In the place of one that was never verified; nobody counts an empty one.
+            self._waiting[request.request_id] = draft
 
     def verified(self, outcomes: Sequence[StepOutcome]) -> None:
         """Count what became of them."""
+        if not outcomes:
+            return
         together = 0.0
         for outcome in outcomes:
             draft = self._waiting.pop(outcome.request_id, EMPTY_DRAFT)

@@ -56,7 +56,8 @@ class LateSteps:
             self._upload,
         )
         known = [
-            runner.step_drafts.request_step(name, [], self._num_drafted) for name in batch.req_ids
+            runner.step_drafts.request_step(name, runner.state_of(name), [], self._num_drafted)
+            for name in batch.req_ids
         ]
         drafts = runner.drafter.draft_late(known, texts)
         if drafts is None:
