@@ -70,6 +70,9 @@ PARTS = {  # those that take longest first, so that both lanes end at about the 
 }
 PATIENT = {*UNIT_PARTS}  # parts that may run in the gaps of others, beside the steps
 GAPS_NICE = 10
+# What runs in gaps has one thread for its products: two of them, on cores that others use, spin
+# while they wait for each other, and a test of two seconds takes minutes.
+IN_GAPS = {"OMP_NUM_THREADS": "1"}
 # Of the environment of all parts: where Python may not keep what it compiled, each of some hundred
 # programs compiles this package again.
 COMMON = {"PYTHONDONTWRITEBYTECODE": ""}
@@ -250,10 +253,11 @@ class Runner:
     def _run_part(self, part: Part, in_gaps: bool) -> None:
         started = time.monotonic()
         paths = os.pathsep.join(filter(None, [BOOT, os.environ.get("PYTHONPATH")]))
+        variables = {**COMMON, **(IN_GAPS if in_gaps else {}), **VARIABLES.get(part.name, {})}
         process = subprocess.Popen(
             part.command,
             cwd=ROOT,
-            env={**os.environ, **COMMON, "PYTHONPATH": paths, **VARIABLES.get(part.name, {})},
+            env={**os.environ, "PYTHONPATH": paths, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -237,7 +237,8 @@ ALONE = """
 import os, time
 def test_order():
     here = {folder!r}
-    open(os.path.join(here, {name!r}), "w").write(str(os.nice(0)))
+    seen = f"{{os.nice(0)}} {{os.environ.get('OMP_NUM_THREADS')}}"
+    open(os.path.join(here, {name!r}), "w").write(seen)
     end = time.monotonic() + 20
     while not set({others!r}) <= set(os.listdir(here)) and time.monotonic() < end:
         time.sleep(0.01)
@@ -263,9 +264,15 @@ def test_a_patient_part_runs_beside_two_others(
     }
     status, lines = outcome(**files)  # each waits for the two others
     assert status == 0, lines
-    nice = {name: int((folder / name).read_text()) for name in names}
+    nice, threads = {}, {}
+    for name in names:
+        found, threads[name] = (folder / name).read_text().split()
+        nice[name] = int(found)
     assert nice["one"] == nice["other"] == os.nice(0)
     assert nice["patient"] == max(os.nice(0), run_tests.GAPS_NICE)
+    # Two threads that wait for each other on cores which others use take minutes for seconds.
+    assert threads["patient"] == "1"
+    assert threads["one"] == threads["other"] == str(os.environ.get("OMP_NUM_THREADS"))
 
 
 def test_every_test_file_is_in_one_part(run_tests: ModuleType) -> None:
