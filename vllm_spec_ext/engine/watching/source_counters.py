@@ -29,7 +29,7 @@ class SourceCounter:
         """Count what became of them."""
         if not outcomes:
             return
-        together = 0.0
+        together, sources = 0.0, dict[str, list[float]]()
         for outcome in outcomes:
             draft = self._waiting.pop(outcome.request_id, EMPTY_DRAFT)
             if draft.path_probs is None and draft.sources is None:
@@ -40,8 +40,14 @@ class SourceCounter:
                 expected = draft.path_probs[:size].tolist()
             together += sum(expected)
             for node, names in enumerate((draft.sources or ())[:size]):
+                was_accepted = node in outcome.accepted
                 for name in names:
-                    self._counts.source(name, 1.0, float(node in outcome.accepted), expected[node])
+                    found = sources.setdefault(name, [0.0, 0.0, 0.0])
+                    found[0] += 1.0
+                    found[1] += was_accepted
+                    found[2] += expected[node]
+        for name, counts in sources.items():
+            self._counts.source(name, *counts)
         self._counts.add(expected_nodes=together)
 
     def forget(self, request_ids: Iterable[str]) -> None:
