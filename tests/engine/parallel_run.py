@@ -73,6 +73,11 @@ def num_exchanges(worker: Any) -> int:
     return int(getattr(worker, "num_exchanges", 0))
 
 
+def drafting(worker: Any) -> str:
+    """How a rank gets its drafts."""
+    return "late" if getattr(worker.model_runner, "late_steps", None) is not None else "waiting"
+
+
 def verdicts(worker: Any) -> list[str]:
     """Why versions were kept or not; none elsewhere."""
     online = worker.model_runner.drafter.online
@@ -89,6 +94,7 @@ def generate(engine_arguments: dict[str, Any], results: Path) -> None:
         for metric in engine.get_metrics()
         if metric.name == "vllm:spec_decode_num_accepted_tokens"
     )
+    found["scheduled"] = engine.collective_rpc(drafting)
     found["timed"] = [len(stats["propose_us"]) for stats in engine.collective_rpc("spec_ext_stats")]
     found["repeated"] = tokens(run(engine, SCENARIOS["mixed_lengths"]))
     found["exchanges"] = sum(engine.collective_rpc(num_exchanges))

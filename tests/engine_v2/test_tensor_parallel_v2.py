@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks on the V2 runner; the tests of V1, for a tree."""
+"""Two tensor-parallel ranks on the V2 runner: the tests of V1, for a tree; and late drafts."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,3 +25,31 @@ def test_same_tokens_as_one_rank(found: dict[str, Any], one_rank: dict[str, Any]
     parallel.test_same_tokens_as_one_rank(found, one_rank)
     parallel.test_one_rank_drafts(found)
     parallel.test_ranks_draw_alike(found)
+
+
+@pytest.fixture(scope="module")
+def late(tiny_model: Path, engines: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """What two ranks did whose drafts rank 0 looks up on its device."""
+    return engines(
+        model=str(tiny_model),
+        speculative_config={"method": "auto", "num_speculative_tokens": 8},
+        async_scheduling=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=160,
+        max_num_seqs=8,
+        max_num_batched_tokens=2048,
+        block_size=32,
+        kv_cache_memory_bytes=32 << 20,
+        disable_log_stats=False,
+        seed=0,
+    )
+
+
+def test_late_drafts_of_one_rank_are_those_of_both(
+    late: dict[str, Any], one_rank: dict[str, Any]
+) -> None:
+    parallel.test_same_tokens_as_one_rank(late, one_rank)
+    parallel.test_one_rank_drafts(late)
+    parallel.test_ranks_draw_alike(late)
+    assert late["scheduled"] == ["late", "late"]

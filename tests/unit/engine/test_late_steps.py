@@ -39,10 +39,10 @@ class Output(ABC):  # noqa: B024
 class Runner:
     """What late steps need of one."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], *, leads: bool = True) -> None:
         self.device = torch.device("cpu")
         self.speculative_config = SimpleNamespace(num_speculative_tokens=3)
-        self.drafter = SimpleNamespace(counts=WorkerCounts())
+        self.drafter = SimpleNamespace(counts=WorkerCounts(), ranks=SimpleNamespace(leads=leads))
         self.spec_requests = KnownRequests()
         self.spec_requests.schedule(scheduled([new(name, [1, 2], 2, [0]) for name in names], {}))
         states: list[Any] = [SimpleNamespace(draft=None) for _ in names]
@@ -92,6 +92,15 @@ def test_a_step_is_told_once_with_the_tokens_of_those_that_stayed() -> None:
     assert output.answer.sampled_token_ids == [[5, 6], [7], [8]], "vLLM's answer stays as it is"
 
 
+def test_a_rank_that_follows_keeps_the_tokens_and_tells_no_proposer() -> None:
+    runner = Runner(["a", "b"], leads=False)
+    late = late_steps(runner)
+    late.queue(Output([[5, 6], [7]]), batch("a", "b"), 3)
+    late.read()
+    assert runner.made == []
+    assert (runner.tokens("a"), runner.tokens("b")) == ([1, 2, 5, 6], [1, 2, 7])
+
+
 def test_what_vllm_has_read_is_read_at_once() -> None:
     runner = Runner(["a"])
     late = late_steps(runner)
@@ -120,11 +129,9 @@ def test_vllms_output_is_read_once_and_carries_what_was_counted_before() -> None
 
 
 DRAFTER = {
-    "ranks": SimpleNamespace(is_alone=True),
     "models": (),
     "views": (),
-    "late": object(),
-    "not_late_because": "its tables are too large",
+    "not_late_because": "",
 }
 SETTINGS = {"online": None, "rule": None}
 
@@ -133,8 +140,7 @@ SETTINGS = {"online": None, "rule": None}
     ("drafter", "settings", "reason"),
     [
         ({}, {}, None),
-        ({"late": None}, {}, "its tables are too large"),
-        ({"ranks": SimpleNamespace(is_alone=False)}, {}, "several tensor-parallel ranks"),
+        ({"not_late_because": "its tables are too large"}, {}, "its tables are too large"),
         ({"models": ("one",)}, {}, "by running models"),
         ({}, {"online": "folder"}, "learns while it serves"),
         ({}, {"rule": SimpleNamespace(is_strict=False)}, "a relaxed rule"),

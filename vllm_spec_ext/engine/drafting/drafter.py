@@ -103,7 +103,8 @@ class Drafter:
         self._close_online: weakref.finalize[Any, Any] | None = None
         self.late: LateDrafter | None = None
         """What drafts on the device, where the scheduler is asynchronous and the method can."""
-        self._drafts_late = False
+        self.is_late = False
+        """Drafts are looked up on the device, see :meth:`start_late`."""
         self.not_late_because = why_on_host(self.drafts_trees)
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
 
@@ -149,7 +150,7 @@ class Drafter:
             pack=packed_projection,
         )
         self._barrier = Barrier(self.info.name, self._engine.vocab_size)
-        self.ranks.lead(self._start_proposer)
+        self.not_late_because, _ = self.ranks.lead(self._start_proposer)
         if self._is_async and self.waits_because is None:
             self._chains_alone, self.num_scratch_blocks = True, 0
         warm_up_walk()
@@ -231,17 +232,22 @@ class Drafter:
         return drafts
 
     def start_late(self) -> None:
-        """Drafts are made on the device from now on; takes the memory that it needs there."""
+        """Drafts are made on the device from now on; takes the memory that it needs there.
+
+        With tensor parallelism that of rank 0, which has the proposer.
+        """
+        self.is_late = True
+        if not self.ranks.leads:
+            return
         assert self.late is not None
         assert self._engine.device is not None
-        self._drafts_late = True
         self.late.start(self._engine.device)
         self.needs = self._proposer.needs  # of what it drafts late
 
     def draft_late(
         self, requests: Sequence[RequestStep], texts: DeviceTexts
     ) -> torch.Tensor | None:
-        """Ask for drafts behind tokens that only the device has; None if that failed.
+        """Ask for drafts behind tokens that only the device has; None if that failed; on rank 0.
 
         Args:
             requests: As far as the host knows them.
@@ -314,7 +320,7 @@ class Drafter:
         """
         self.close()
         self._proposer = self._new_proposer()
-        self.ranks.lead(partial(self._start_proposer, fresh=True))
+        self.not_late_because, _ = self.ranks.lead(partial(self._start_proposer, fresh=True))
 
     def close(self) -> None:
         """End the proposer's life; calls after the first do nothing."""
@@ -327,19 +333,21 @@ class Drafter:
     def _new_proposer(self) -> BaseProposer:
         return registry.load(self._settings.method)(self._settings.options)
 
-    def _start_proposer(self, fresh: bool = False) -> tuple[None, list[torch.Tensor]]:
+    def _start_proposer(self, fresh: bool = False) -> tuple[str, list[torch.Tensor]]:
+        """Returns why it does not draft late, for all ranks, and no tensors."""
+        not_late_because = self.not_late_because
         self._proposer.start(self._engine)
         self._start_online(fresh)
         make_late = getattr(self._proposer, "late_drafter", None)  # not all are BaseProposers
         if self._is_async and make_late is not None:
             made = make_late(self._engine)
             self.late = None if isinstance(made, str) else made
-            self.not_late_because = made if isinstance(made, str) else ""
-            if self._drafts_late:  # a fresh proposer in the place of one that did
+            not_late_because = made if isinstance(made, str) else ""
+            if self.is_late:  # a fresh proposer in the place of one that did
                 self.start_late()
         # Where nobody calls close(), when this object goes or the interpreter ends.
         self._close_proposer = weakref.finalize(self, _close, self._proposer)
-        return None, []
+        return not_late_because, []
 
     def _start_online(self, fresh: bool) -> None:
         """Open the folder in which the drafter learns, if it does; on rank 0."""

@@ -123,6 +123,22 @@ class Ranks:
             self._group.broadcast(tensor)
         return value, tensors
 
+    def spread(
+        self, make: Callable[[], torch.Tensor], shape: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What rank 0 makes on its device, on all of them; no rank waits for a host.
+
+        Args:
+            make: Runs on rank 0 only; if it raises, the engine ends.
+            shape: Of what is made; known on every rank.
+            dtype: Of it.
+        """
+        if self.is_alone:
+            return make()
+        if not self.leads:
+            return self._receive(tuple(shape), dtype)
+        return self._group.broadcast(make().to(dtype).contiguous())
+
     def call(self, argument: torch.Tensor, *, is_embedding: bool) -> torch.Tensor | None:
         """On rank 0: compute a shared layer of the target together with the other ranks."""
         argument = argument.contiguous()

@@ -4,6 +4,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,12 +95,12 @@ class StepDrafts:
     ) -> list[list[int]]:
         """Draft tokens of each request, in batch order; the drafts wait in the requests' states.
 
-        Rank 0 decides, the others follow. Arguments as of :meth:`decide`.
+        Rank 0 decides, the others follow; it alone is asked where drafts are looked up late, as
+        the others get theirs from its device. Arguments as of :meth:`decide`.
         """
-        runner = self._runner
-        drafts, probs = runner.drafter.ranks.lead(
-            lambda: self.decide(step, new_tokens, sample_hidden_states, max_draft_tokens)
-        )
+        drafter = self._runner.drafter
+        decide = partial(self.decide, step, new_tokens, sample_hidden_states, max_draft_tokens)
+        drafts, probs = decide() if drafter.is_late else drafter.ranks.lead(decide)
         if not drafts:  # nobody was asked
             return [[] for _ in new_tokens]
         made, rest = iter(drafts), iter(probs)

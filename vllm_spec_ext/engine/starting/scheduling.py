@@ -90,15 +90,14 @@ def may_rest(args: "EngineArgs", given: Mapping[str, Any], options: MethodOption
     return has_gpu() and unsaid and options.adaptive_length and args.max_num_seqs != 1
 
 
-def drafts_late(parsed: "ParsedMethod", parallel: "ParallelConfig", runner: RunnerChoice) -> bool:
+def drafts_late(parsed: "ParsedMethod", runner: RunnerChoice) -> bool:
     """Whether drafts could be looked up on the device; see ``late_tables.design.why_waiting``.
 
     Args:
         parsed: The method.
-        parallel: Target ``ParallelConfig``.
         runner: Of the engine.
     """
-    if not runner.is_v2 or parallel.tensor_parallel_size > 1 or parsed.online is not None:
+    if not runner.is_v2 or parsed.online is not None:
         return False
     if parsed.rule is not None and not parsed.rule.is_strict:
         return False

@@ -295,7 +295,7 @@ def build_spec_config(
         engine_args.scheduler_cls = None  # of an earlier engine with these arguments
     runner = choose_runner(engine_args, method, target_parallel_config)
     refuse_async(engine_args, method, runner)
-    late = scheduling.drafts_late(parsed, target_parallel_config, runner)
+    late = scheduling.drafts_late(parsed, runner)
     is_async = scheduling.is_async(engine_args, target_parallel_config, runner, late=late)
     if late and is_async:
         most = parsed.vllm_options["num_speculative_tokens"]

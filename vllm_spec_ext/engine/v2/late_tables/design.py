@@ -16,17 +16,13 @@ def why_waiting(drafter: "Drafter", settings: MethodSettings) -> str | None:
         drafter: Its proposer is ready.
         settings: Of the engine.
     """
-    if not drafter.ranks.is_alone:
-        return "several tensor-parallel ranks follow what one decides"
     if drafter.models or drafter.views:
         return "it drafts by running models"
     if settings.online is not None:
         return "it learns while it serves"
     if settings.rule is not None and not settings.rule.is_strict:
         return "a relaxed rule looks at drafts on the host"
-    if drafter.late is None:
-        return drafter.not_late_because
-    return None
+    return drafter.not_late_because or None
 
 
 def scheduling(is_async: bool, waits_because: str | None, *, may_be_async: bool = False) -> str:

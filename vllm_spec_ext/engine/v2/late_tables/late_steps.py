@@ -4,6 +4,8 @@
 While a step is queued the device still runs it, or the one before. By then the tokens of the one
 before are read: the device has enough to do until the look-up is queued behind it. Everything that
 counts, records and learns is told of a step as without asynchronous scheduling, one step later.
+
+With tensor parallelism rank 0 drafts, and its device sends what it found to the others.
 """
 
 from dataclasses import dataclass
@@ -45,9 +47,12 @@ class LateSteps:
 
     def draft(self, batch: "InputBatch") -> torch.Tensor:
         """[num_reqs, k] int64 drafts, on the device; called while the batch's step is queued."""
-        runner = self._runner
         self.read()
-        states = runner.req_states
+        shape = batch.num_reqs, self._num_drafted
+        return self._runner.drafter.ranks.spread(lambda: self._draft(batch), shape, torch.int64)
+
+    def _draft(self, batch: "InputBatch") -> torch.Tensor:
+        runner, states = self._runner, self._runner.req_states
         texts = DeviceTexts(
             states.all_token_ids.gpu,
             states.total_len.gpu,
@@ -101,5 +106,6 @@ class LateSteps:
         step.find_drafts()
         names = [name for name, tokens in zip(step.request_ids, new_tokens, strict=True) if tokens]
         runner.spec_requests.append(names, filter(None, new_tokens))
-        nothing = torch.empty(0, 0)  # hidden states: no method that drafts late needs any
-        runner.step_drafts.make(step, new_tokens, nothing, queued.num_drafted)
+        if runner.drafter.ranks.leads:
+            nothing = torch.empty(0, 0)  # hidden states: no method that drafts late needs any
+            runner.step_drafts.make(step, new_tokens, nothing, queued.num_drafted)
