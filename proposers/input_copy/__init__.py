@@ -149,7 +149,10 @@ class InputCopy(BaseProposer):
             copy = self._copies[request.request_id] = self._start_copy(request)
             # A request that was preempted comes back with its output; that is known already.
             copy.remember &= request.num_output_tokens == len(request.new_tokens)
-        new = request.token_ids[request.num_prompt_tokens + len(copy.output) :]
+        num_known = request.num_prompt_tokens + len(copy.output)
+        if num_known == len(request.token_ids):
+            return copy
+        new = request.token_ids[num_known:]
         copy.output += new.tolist()
         folded = self._folded[new]
         copy.output_index.append(folded)
@@ -173,7 +176,7 @@ class InputCopy(BaseProposer):
             differs = np.flatnonzero(followed != added[: len(followed)])
             end = copy.cursor + len(added)
             if not len(differs) and end < len(source):
-                return self._sayable(copy.source[end : end + most])
+                return self._sayable(copy, end, most)
         max_ngram = self.options.max_ngram
         suffix = np.concatenate([copy.output_index.tokens[-max_ngram:], added])[-max_ngram:]
         lost_at = copy.lost_at if copy.cursor == LOST else copy.cursor
@@ -185,14 +188,17 @@ class InputCopy(BaseProposer):
         if match.length >= self.options.min_ngram:
             position = self._choose(match, lost_at)
             if position != NO_POSITION:
-                return self._sayable(copy.source[position : position + most])
+                return self._sayable(copy, position, most)
         if copy.cursor != LOST and differs.tolist() == [len(added) - 1]:
             # One token of the source was replaced, as in `_find_again`.
-            return self._sayable(copy.source[end : end + min(most, self.options.realign)])
+            return self._sayable(copy, end, min(most, self.options.realign))
         return nothing
 
-    def _sayable(self, tokens: IntArray) -> IntArray:
-        """The tokens before the first one that the model cannot say."""
+    def _sayable(self, copy: CopyState, start: int, most: int) -> IntArray:
+        """Tokens of the source from there on, before the first one that the model cannot say."""
+        tokens = copy.source[start : start + most]
+        if copy.is_sayable:
+            return tokens
         unsayable = np.flatnonzero(tokens >= len(self._folded) - 1)
         return tokens[: unsayable[0]] if len(unsayable) else tokens
 
@@ -226,8 +232,7 @@ class InputCopy(BaseProposer):
             copy.kind = _GUESS
             room = room if step.fixed_length else min(room, self.options.realign)
         room = self._limit(copy.kind, copy.num_agreeing, room, step)
-        copied = self._sayable(copy.source[copy.cursor : copy.cursor + room])
-        return self._drafted(copy.kind, copied)
+        return self._drafted(copy.kind, self._sayable(copy, copy.cursor, room))
 
     def _drafted(self, kind: int, tokens: IntArray) -> Draft:
         return Draft(tokens, path_probs=self._rates.path_probs(kind, len(tokens)))
@@ -261,7 +266,13 @@ class InputCopy(BaseProposer):
         index.append(self._folded[np.minimum(source, len(self._folded) - 1)])
         remember = options.remember and self.options.earlier_answers > 0
         return CopyState(
-            source.copy(), index, OccurrenceIndex(), remember, request.share_group, start
+            source.copy(),
+            index,
+            OccurrenceIndex(),
+            remember,
+            request.share_group,
+            start,
+            is_sayable=int(source.max(initial=0)) < len(self._folded) - 1,
         )
 
     def _find_again(self, copy: CopyState) -> Match | None:

@@ -20,6 +20,7 @@ class CopyState:
     remember: bool  # the answer, for later requests of the group
     share_group: str | None
     source_start: int | None  # of the source in the prompt; None = it is not a part of that
+    is_sayable: bool  # the model can say all of the source's tokens
     output: list[int] = field(default_factory=list)  # tokens as they are
     cursor: int = 0  # next source token to draft; LOST while the output is not in the source
     num_agreeing: int = 0  # output tokens that led to the cursor

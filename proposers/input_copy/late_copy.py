@@ -117,9 +117,11 @@ class LateCopy:
         import torch
 
         assert self._folded is not None
+        first, stride = texts.tokens.data_ptr(), texts.tokens.stride(0)
+        begins = (first + texts.places_np * (stride * _BYTES)).tolist()
         rows = [
-            self._row(request, texts, int(place))
-            for request, place in zip(requests, texts.places_np, strict=True)
+            self._row(request, texts, begin)
+            for request, begin in zip(requests, begins, strict=True)
         ]
         num_new = self._num_drafted + 1  # tokens that a step gives at most
         longest = max(
@@ -143,8 +145,8 @@ class LateCopy:
         )
         return drafts
 
-    def _row(self, request: RequestStep, texts: DeviceTexts, place: int) -> LateRow:
-        begin = texts.tokens.data_ptr() + place * texts.tokens.stride(0) * _BYTES
+    def _row(self, request: RequestStep, texts: DeviceTexts, begin: int) -> LateRow:
+        """Of a request whose text begins at that address."""
         said = begin + request.num_prompt_tokens * _BYTES
         if not request.options.enabled:
             nothing = (0, -1, 0, -1, 0, 0, 0, said)

@@ -42,10 +42,14 @@ SAMPLED = Scenario([{"max_tokens": 60, "temperature": 1.0}], SCENARIOS["mixed_le
 
 
 def random_state(worker: Any) -> int:
-    """Stands for the state of a rank's global generator."""
+    """Stands for the state of a rank's global generators."""
+    import numpy as np
     import torch
 
-    return crc32(torch.get_rng_state().numpy().tobytes())
+    state = crc32(torch.get_rng_state().numpy().tobytes())
+    if hasattr(worker.model_runner, "req_states"):  # V2 draws the seeds of requests from numpy's
+        state = crc32(np.random.get_state(legacy=False)["state"]["key"].tobytes(), state)
+    return state
 
 
 def version_steps(worker: Any) -> list[float]:

@@ -13,6 +13,7 @@ from worker_counts import kept_counts
 from vllm_spec_ext.engine.drafting import barrier
 from vllm_spec_ext.engine.drafting.barrier import STRICT
 from vllm_spec_ext.errors import ProposerError
+from vllm_spec_ext.proposers.base import Draft, StepContext, chain
 
 
 @pytest.mark.parametrize("name", ["mixed_lengths", "seeded", "several_samples", "json_schema"])
@@ -35,6 +36,24 @@ def test_the_engine_goes_on(
     if name == "mixed_lengths":  # the first to run; later ones find everything said
         for kind in ("propose() raised KeyError", "observe() raised", "found id", "parents:"):
             assert any(kind in message for message in messages), kind
+
+
+def test_what_a_proposer_writes_into_a_request_gives_it_no_more_room(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(speculative_config={"method": "noise", "adaptive_length": False})
+    made = []
+
+    def take_more(step: StepContext) -> list[Draft]:
+        for request in step.requests:
+            made.append(request.room)
+            request.room = 500
+        return [chain([7] * 500) for _ in step.requests]
+
+    monkeypatch.setattr(runner_of(engine).drafter._proposer, "propose", take_more)
+    expected = tokens(run(make_engine(), SCENARIOS["mixed_lengths"]))
+    assert tokens(run(engine, SCENARIOS["mixed_lengths"])) == expected
+    assert max(made) == 8
 
 
 def test_strictness_is_for_developers(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 """Kernels of ``input_copy`` that draft behind unread tokens: in Triton's interpreter."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,5 +77,5 @@ def test_with_more_new_tokens_than_a_step_gives_nothing_is_drafted() -> None:
 def test_a_request_may_bound_its_drafts() -> None:
     proposer = start({})
     known: Any = step_of("r", Request(list(range(8)), []), [], [])
-    known = type(known)(**{**vars(known), "room": 2})
+    known = replace(known, room=2)
     assert Device(proposer).draft_beside(known, [*range(8), 0, 1])[0] == [2, 3, 1, 1, 1, 1]

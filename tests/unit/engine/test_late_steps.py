@@ -131,7 +131,7 @@ def test_vllms_output_is_read_once_and_carries_what_was_counted_before() -> None
 DRAFTER = {
     "models": (),
     "views": (),
-    "not_late_because": "",
+    "not_late_because": None,
 }
 SETTINGS = {"online": None, "rule": None}
 

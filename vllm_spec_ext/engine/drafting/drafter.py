@@ -105,7 +105,7 @@ class Drafter:
         """What drafts on the device, where the scheduler is asynchronous and the method can."""
         self.is_late = False
         """Drafts are looked up on the device, see :meth:`start_late`."""
-        self.not_late_because = why_on_host(self.drafts_trees)
+        self.not_late_because: str | None = why_on_host(self.drafts_trees)
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
 
     @property
@@ -333,16 +333,17 @@ class Drafter:
     def _new_proposer(self) -> BaseProposer:
         return registry.load(self._settings.method)(self._settings.options)
 
-    def _start_proposer(self, fresh: bool = False) -> tuple[str, list[torch.Tensor]]:
-        """Returns why it does not draft late, for all ranks, and no tensors."""
+    def _start_proposer(self, fresh: bool = False) -> tuple[str | None, list[torch.Tensor]]:
+        """Returns why it does not draft late, None if it does, for all ranks; and no tensors."""
         not_late_because = self.not_late_because
         self._proposer.start(self._engine)
         self._start_online(fresh)
         make_late = getattr(self._proposer, "late_drafter", None)  # not all are BaseProposers
         if self._is_async and make_late is not None:
             made = make_late(self._engine)
-            self.late = None if isinstance(made, str) else made
-            not_late_because = made if isinstance(made, str) else ""
+            is_reason = made is None or isinstance(made, str)
+            self.late = None if is_reason else made
+            not_late_because = made or not_late_because if is_reason else None
             if self.is_late:  # a fresh proposer in the place of one that did
                 self.start_late()
         # Where nobody calls close(), when this object goes or the interpreter ends.

@@ -169,36 +169,36 @@ class StepDrafts:
             batch = runner.rows_of(step, new_tokens)
             models.begin_step(batch, unread)
             views.begin_step(batch)
+        rooms = [request.room for request in requests]  # whatever the proposer writes there
         made = runner.drafter.draft(
             context, step.outcomes(new_tokens), known, is_shadow=allowance.is_shadow
         )
         prompt_seconds = 0.0
         if models or views:
-            prompt_seconds = models.end_step(any(request.room for request in requests))
+            prompt_seconds = models.end_step(any(rooms))
             views.end_step()
         if allowance.is_shadow:
             self._shadows.keep(requests, made)
             made = [EMPTY_DRAFT] * len(made)
         most = allowance.max_tokens
         if most is not None and sum(sizes := list(map(len, made))) > most:
-            rooms = shares(most, sizes)
-            requests = [replace(one, room=room) for one, room in zip(requests, rooms, strict=True)]
-        drafts, probs = self._schedule(requests, made)
+            rooms = list(map(min, rooms, shares(most, sizes)))
+        drafts, probs = self._schedule(requests, rooms, made)
         if self.budget is not None:
             taken = time.perf_counter() - started - prompt_seconds
             self.budget.drafted({runner.drafter.info.name: taken})
         return drafts, probs
 
     def _schedule(
-        self, requests: list[RequestStep], made: list[Draft]
+        self, requests: list[RequestStep], rooms: list[int], made: list[Draft]
     ) -> tuple[list[ScheduledDraft], list[torch.Tensor]]:
         trees, log = self._runner.tree_attention, self._runner.step_log
         num_free = 0 if trees is None else len(trees.scratch)
         drafts, probs = [], []
-        for request, draft in zip(requests, made, strict=True):
-            size, tree = min(len(draft.tokens), request.room), None
+        for request, room, draft in zip(requests, rooms, made, strict=True):
+            size, tree = min(len(draft.tokens), room), None
             if draft.parents is not None:
-                size, tree, used = self._verifiable(request, draft, num_free)
+                size, tree, used = self._verifiable(request, room, draft, num_free)
                 num_free -= used
             tokens = draft.tokens[:size].tolist()
             drawn = None
@@ -333,7 +333,7 @@ class StepDrafts:
         )
 
     def _verifiable(
-        self, request: RequestStep, draft: Draft, num_free: int
+        self, request: RequestStep, room: int, draft: Draft, num_free: int
     ) -> tuple[int, list[int] | None, int]:
         """The part of a tree that the next step can verify.
 
@@ -342,7 +342,7 @@ class StepDrafts:
             will need.
         """
         assert draft.parents is not None
-        parents: list[int] = draft.parents[: request.room].tolist()
+        parents: list[int] = draft.parents[:room].tolist()
         if not is_branching(parents):
             return len(parents), None, 0
         trees = self._runner.tree_attention

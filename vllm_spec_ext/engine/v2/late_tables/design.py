@@ -22,7 +22,7 @@ def why_waiting(drafter: "Drafter", settings: MethodSettings) -> str | None:
         return "it learns while it serves"
     if settings.rule is not None and not settings.rule.is_strict:
         return "a relaxed rule looks at drafts on the host"
-    return drafter.not_late_because or None
+    return drafter.not_late_because
 
 
 def scheduling(is_async: bool, waits_because: str | None, *, may_be_async: bool = False) -> str:
