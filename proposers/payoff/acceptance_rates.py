@@ -25,7 +25,6 @@ class AcceptanceRates:
         self._strength = strength
         # [first: accepted, tried; further: accepted, tried] beyond the prior
         self._counts = [[0.0, 0.0, 0.0, 0.0] for _ in priors]
-        self._places = np.arange(0)
 
     def observe(self, kind: int, num_drafted: int, num_accepted: int) -> None:
         """Learn from one verified draft."""
@@ -49,9 +48,7 @@ class AcceptanceRates:
     def path_probs(self, kind: int, num_tokens: int) -> NDArray[np.float32]:
         """[num_tokens] probability that each token of a draft of this kind is accepted."""
         first, further = self.rates(kind)
-        if num_tokens > len(self._places):
-            self._places = np.arange(2 * num_tokens)
-        return (first * further ** self._places[:num_tokens]).astype(np.float32)
+        return (first * further ** np.arange(num_tokens)).astype(np.float32)
 
     def longest_draft(self, kind: int, min_probability: float, limit: int) -> int:
         """Longest draft whose last token is still accepted with at least that probability.

@@ -19,6 +19,7 @@ from save_drafts import save_draft
 from save_eagle3 import save_eagle3
 from scenarios import SCENARIOS
 from test_blockwise_engine import save_random_heads
+from tiny_engine import ARGUMENTS
 
 from vllm_spec_ext.online.folder import EngineState, write_record
 from vllm_spec_ext.online.versions import drafter_hash, write_version
@@ -62,7 +63,10 @@ def plain(make_engine: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Runs an engine of these arguments, in processes of its own; see ``parallel_run.py``."""
+    """Runs an engine in processes of its own; arguments win over those of all tiny ones.
+
+    See ``parallel_run.py``.
+    """
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two ranks need two cores")
     folder = tmp_path_factory.mktemp("engines")
@@ -82,7 +86,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
 
     def run_engine(**arguments: Any) -> dict[str, Any]:
         results = folder / f"{next(numbers)}.json"
-        stdin.write(json.dumps({"engine": arguments, "results": str(results)}) + "\n")
+        given = {**ARGUMENTS, "max_num_batched_tokens": 2048, **arguments}
+        stdin.write(json.dumps({"engine": given, "results": str(results)}) + "\n")
         stdin.flush()
         while stdout.readline() not in ("done\n", ""):  # whatever libraries print
             continue
@@ -142,16 +147,8 @@ def found(
     return engines(
         model=str(tiny_model),
         speculative_config=config,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=160,
-        max_num_seqs=8,
-        max_num_batched_tokens=2048,
         # The ranks choose one themselves, and the scheduler has to follow.
         block_size=None if request.param == "models" else 32,
-        kv_cache_memory_bytes=32 << 20,
-        disable_log_stats=False,
-        seed=0,
     )
 
 

@@ -34,15 +34,6 @@ def late(tiny_model: Path, engines: Callable[..., dict[str, Any]]) -> dict[str, 
         model=str(tiny_model),
         speculative_config={"method": "auto", "num_speculative_tokens": 8},
         async_scheduling=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=160,
-        max_num_seqs=8,
-        max_num_batched_tokens=2048,
-        block_size=32,
-        kv_cache_memory_bytes=32 << 20,
-        disable_log_stats=False,
-        seed=0,
     )
 
 

@@ -84,12 +84,12 @@ def test_what_does_not_pay_rests(
 ) -> None:
     seen = widths(engine, scheduler, monkeypatch, cost=9.0)
     drafting = []
-    for _ in range(4):
+    for _ in range(7):  # they are tried again in the fifth and the sixth
         seen.clear()
         assert tokens(run(engine, SCENARIO)) == expected
         drafting.append(sum(map(bool, seen)) / len(seen))
     assert drafting[0] > 0.3
-    assert drafting[-1] < 0.2
+    assert drafting[-1] < 0.1
 
 
 def test_again_and_with_others_beside(

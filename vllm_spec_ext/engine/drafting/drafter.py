@@ -268,8 +268,7 @@ class Drafter:
         num_steps = num_tokens = num_drafted = 0
         for request in step.requests:
             num_new = len(request.new_tokens)
-            # A prefill's step gives one token anyway.
-            if len(request.token_ids) - request.num_prompt_tokens > num_new:
+            if request.num_output_tokens > num_new:  # a prefill's step gives one token anyway
                 num_steps += request.num_steps
                 num_tokens += num_new
                 num_drafted += request.request_id in verified
@@ -340,10 +339,9 @@ class Drafter:
         self._start_online(fresh)
         make_late = getattr(self._proposer, "late_drafter", None)  # not all are BaseProposers
         if self._is_async and make_late is not None:
-            made = make_late(self._engine)
-            is_reason = made is None or isinstance(made, str)
-            self.late = None if is_reason else made
-            not_late_because = made or not_late_because if is_reason else None
+            made = make_late(self._engine) or not_late_because
+            self.late = None if isinstance(made, str) else made
+            not_late_because = made if isinstance(made, str) else None
             if self.is_late:  # a fresh proposer in the place of one that did
                 self.start_late()
         # Where nobody calls close(), when this object goes or the interpreter ends.

@@ -322,7 +322,7 @@ class StepDrafts:
             token_ids=token_ids,
             num_prompt_tokens=num_prompt_tokens,
             new_tokens=[*unread, *new_tokens],
-            room=room if room > 0 else 0,
+            room=max(0, room),
             options=options,
             temperature=params.temperature,
             top_k=params.top_k,

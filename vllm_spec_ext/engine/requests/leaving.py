@@ -22,12 +22,6 @@ def leaving_requests(scheduler_output: "SchedulerOutput", known: Container[str])
         scheduler_output: Of the step.
         known: Ids of the runner's requests.
     """
-    if not (
-        scheduler_output.finished_req_ids
-        or scheduler_output.preempted_req_ids
-        or scheduler_output.scheduled_new_reqs
-    ):
-        return []
     gone = set(scheduler_output.finished_req_ids)
     gone.update(scheduler_output.preempted_req_ids or ())
     sent = (request.req_id for request in scheduler_output.scheduled_new_reqs)

@@ -57,10 +57,10 @@ class HostDraftTokens:
         # The device's tokens as they should be, by vLLM's place of each request. What was sent has
         # arrived when this is written again: the tokens of a step behind it are on the host then.
         on_device = draft_tokens.device.type != "cpu"
-        self._mirror = torch.zeros_like(
+        self._on_host = torch.zeros_like(
             draft_tokens, device="cpu", pin_memory=on_device and is_pin_memory_available()
         )
-        self._rows = self._mirror.numpy()
+        self._rows = self._on_host.numpy()
         self._request_ids: Sequence[str] = ()
         self._drafts: Sequence[Sequence[int]] = ()
 
@@ -91,7 +91,7 @@ class HostDraftTokens:
             for draft, new in zip(drafts, new_tokens, strict=True)
         ]
         self._rows[batch.idx_mapping_np] = rows
-        self._draft_tokens.copy_(self._mirror, non_blocking=True)
+        self._draft_tokens.copy_(self._on_host, non_blocking=True)
         self._request_ids = batch.req_ids
         self._drafts = [row[:num_scheduled] for row in rows] if self._is_async else drafts
 

@@ -77,8 +77,7 @@ class Verifier:
             step.likeliest = LikeliestTokens.of(logits, num_likeliest)  # before it is modified
         states = step.states
         has_eta = any(state.eta is not None for state in states)
-        greedy = self._greedy_requests() if has_eta else []
-        self._use_eta(states, [1] * len(states), greedy)
+        self._use_eta(states, [1] * len(states))
         holder = metadata.thinking_budget_state_holder
         has_budget = holder is not None and holder.has_tracked_requests()
         has_draft = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len > 0
@@ -93,7 +92,7 @@ class Verifier:
             return stock(logits, spec_decode_metadata)
         greedy = self._greedy_requests()
         batch = step_batch(step, None if trees is None else trees.plan)
-        self._use_eta(states, (np.diff(batch.node_starts) + 1).tolist(), greedy)
+        self._use_eta(states, (np.diff(batch.node_starts) + 1).tolist())
         rule = None
         distributions = drawn_of(step, greedy)
         if holder is not None and has_budget:
@@ -133,8 +132,7 @@ class Verifier:
             return [True] * len(batch.req_ids)
         return (batch.temperature_cpu[: len(batch.req_ids)] < GREEDY_BELOW).tolist()
 
-    def _use_eta(
-        self, states: Sequence[RequestState], num_rows: Sequence[int], greedy: Sequence[bool]
-    ) -> None:
+    def _use_eta(self, states: Sequence[RequestState], num_rows: Sequence[int]) -> None:
         etas = [state.eta for state in states]
+        greedy = self._greedy_requests() if any(etas) else []
         self._distribution.use_eta(etas, num_rows, greedy, self._runner.device)
