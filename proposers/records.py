@@ -135,6 +135,9 @@ class StepContext:
     fixed_length: bool = False
     """As many tokens of every request are verified, whatever is drafted (asynchronous scheduling):
     a shorter draft saves nothing."""
+    is_shadow: bool = False
+    """What is drafted now is not verified, it shows what drafts would earn; so what is dear to
+    draft is left out, but for a try now and then."""
 
 
 @dataclass(slots=True)

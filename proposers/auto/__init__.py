@@ -211,7 +211,8 @@ class Auto(BaseProposer):
         least = self._drafts.costs(step).node
         before = [_worth(trees[row], least) for row in rows]
         adaptive = self.options.adaptive_length
-        if adaptive and not self._payoff.pays(before, prices):
+        others = self._options.looks_up and step.is_shadow
+        if adaptive and not self._payoff.pays(before, prices, only_others=others):
             return
         started = time.perf_counter()
         info = self._drafter.info

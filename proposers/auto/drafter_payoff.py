@@ -8,6 +8,7 @@ from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, StepPrices
 _MEMORY = 0.97  # of what a drafter added, and of what it took, for one more time
 _FIRST_GAIN = 0.6  # tokens that it is taken to add before anything is known
 _CLASSES = 8  # of what the others have, half a token each
+_SHADOWS = 16  # steps with drafts that are not verified, from one in which it is asked to the next
 
 
 class DrafterPayoff:
@@ -18,14 +19,25 @@ class DrafterPayoff:
         self._gains = [_FIRST_GAIN] * _CLASSES
         self._seconds: dict[int, float] = {}  # by size class of the batch
         self._retries = Retries()
+        self._num_shadows = 0
 
-    def pays(self, gains: Sequence[float], prices: StepPrices) -> bool:
+    def pays(
+        self, gains: Sequence[float], prices: StepPrices, *, only_others: bool = False
+    ) -> bool:
         """Whether to ask it in this step.
+
+        Drafts that are not verified earn nothing. If it were asked for all of these, a fresh engine
+        would wait long until it may pay for the next one, and the other sources with it.
 
         Args:
             gains: Of each request that it would draft for, tokens that its tree earns without it.
             prices: Of the step.
+            only_others: Nothing is verified, and the others can show alone what drafts earn.
         """
+        if only_others:
+            self._num_shadows += 1
+            if self._num_shadows % _SHADOWS:
+                return False
         seconds = self._seconds.get(len(gains).bit_length())
         cost = prices.in_tokens(seconds)
         added = sum(self._gains[self._class(gain)] for gain in gains)

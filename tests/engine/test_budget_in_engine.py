@@ -24,10 +24,10 @@ def test_a_fresh_engine_decodes_plainly_first_and_counts_drafting(
     shadows: list[bool] = []
     draft = runner.drafter.draft
 
-    def watched(step: Any, outcomes: Any, known: Any, is_shadow: bool) -> Any:
+    def watched(step: Any, outcomes: Any, known: Any) -> Any:
         rooms.append(sum(request.room for request in step.requests))
-        shadows.append(is_shadow)
-        return draft(step, outcomes, known, is_shadow)
+        shadows.append(step.is_shadow)
+        return draft(step, outcomes, known)
 
     runner.drafter.draft = watched
     truths = [outputs[0] for outputs in expected]
@@ -72,13 +72,13 @@ def test_where_drafts_lose_time_a_proposer_reads_tokens_later_and_misses_none(
     told: dict[str, list[tuple[int, int]]] = {}
     draft = runner.drafter.draft
 
-    def watched(step: Any, outcomes: Any, known: Any, is_shadow: bool) -> Any:
+    def watched(step: Any, outcomes: Any, known: Any) -> Any:
         for request in step.requests:
             read.setdefault(request.request_id, []).extend(request.new_tokens)
             told.setdefault(request.request_id, []).append(
                 (request.num_steps, len(request.new_tokens))
             )
-        return draft(step, outcomes, known, is_shadow)
+        return draft(step, outcomes, known)
 
     runner.drafter.draft = watched
     truths = [outputs[0] for outputs in expected]

@@ -190,7 +190,6 @@ class Drafter:
         step: StepContext,
         outcomes: Sequence[StepOutcome],
         shadow_outcomes: Sequence[StepOutcome] = (),
-        is_shadow: bool = False,
     ) -> list[Draft]:
         """Report the last outcomes, then ask for drafts; on rank 0 only.
 
@@ -198,7 +197,6 @@ class Drafter:
             step: The requests.
             outcomes: Of the drafts that were verified in this step.
             shadow_outcomes: Of some that never were, see :mod:`.shadow_drafts`.
-            is_shadow: Nor will those be that are asked for now.
 
         Returns:
             One draft a request that the engine can schedule, whatever the proposer did.
@@ -212,7 +210,7 @@ class Drafter:
             self._barrier.call("online", lambda: online.verified(outcomes), None)
             self._barrier.call("online", online.begin_step, None)
         drafts = self._barrier.drafts(self._proposer.propose, step) if step.requests else []
-        if online is not None and not is_shadow:
+        if online is not None and not step.is_shadow:
             self._barrier.call("online", lambda: online.drafted(step, drafts), None)
             if self._is_first_process:
                 self.counts.online(online.gauges())
@@ -220,7 +218,7 @@ class Drafter:
         self.propose_us.append(elapsed_us)
         self._count(step, outcomes, self._barrier.num_refused - refused_before)
         self._sources.verified(outcomes)
-        if is_shadow:
+        if step.is_shadow:
             self.counts.add(shadow_nodes=sum(map(len, drafts)))
         else:
             self._sources.drafted(step, drafts)

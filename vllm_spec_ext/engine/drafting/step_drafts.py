@@ -161,6 +161,7 @@ class StepDrafts:
             allowance.max_tokens if runner.drafter.needs.shares_nodes else None,
             allowance.branch_cost,
             fixed_length=self._fixed_length,
+            is_shadow=allowance.is_shadow,
         )
         self._log_outcomes(step, rows, new_tokens, requests)
         self._record(step, rows, requests, hidden)
@@ -170,9 +171,7 @@ class StepDrafts:
             models.begin_step(batch, unread)
             views.begin_step(batch)
         rooms = [request.room for request in requests]  # whatever the proposer writes there
-        made = runner.drafter.draft(
-            context, step.outcomes(new_tokens), known, is_shadow=allowance.is_shadow
-        )
+        made = runner.drafter.draft(context, step.outcomes(new_tokens), known)
         prompt_seconds = 0.0
         if models or views:
             prompt_seconds = models.end_step(any(rooms))

@@ -161,6 +161,27 @@ def test_sources_that_agree_are_both_named(
     assert draft.tokens[0] == COPIED.output_token_ids[6]
 
 
+@pytest.mark.parametrize(("others", "asked"), [(True, [0, 3]), (False, [15, 48])])
+def test_for_drafts_that_are_not_verified_a_drafter_is_seldom_asked(
+    fixed: type[Fixed], others: bool, asked: list[int]
+) -> None:
+    off: dict[str, Any] = (
+        {} if others else {"copy_input": False, "own_text": False, "recycled_contexts": 0}
+    )
+    method = started(drafter={"method": "fixed"}, earlier_answers=0, **off)
+    tokens: IntArray = np.array([*PROMPT, *PROMPT[:5]], np.int32)
+    step = RequestStep("r", tokens, len(PROMPT), PROMPT[:5], 8, InputCopyRequest())
+    found = []
+    for count in (15, 33):
+        for _ in range(count):
+            method.propose(StepContext([step], is_shadow=True))
+        found.append(fixed.calls)
+    assert found == asked
+    before = fixed.calls
+    method.propose(StepContext([step]))
+    assert fixed.calls == before + 1  # nothing is known of its price
+
+
 def test_a_drafter_that_adds_nothing_is_left_alone_and_tried_again() -> None:
     payoff = DrafterPayoff()
     prices = StepPrices(token_seconds=0.01, min_probability=0.1)
