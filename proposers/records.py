@@ -136,8 +136,8 @@ class StepContext:
     """As many tokens of every request are verified, whatever is drafted (asynchronous scheduling):
     a shorter draft saves nothing."""
     is_shadow: bool = False
-    """What is drafted now is not verified, it shows what drafts would earn; so what is dear to
-    draft is left out, but for a try now and then."""
+    """What is drafted now is not verified, it only shows what drafts would earn. What is dear to
+    draft may be left out."""
 
 
 @dataclass(slots=True)

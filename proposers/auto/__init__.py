@@ -211,7 +211,7 @@ class Auto(BaseProposer):
         least = self._drafts.costs(step).node
         before = [_worth(trees[row], least) for row in rows]
         adaptive = self.options.adaptive_length
-        others = self._options.looks_up and step.is_shadow
+        others = step.is_shadow and any(before)
         if adaptive and not self._payoff.pays(before, prices, only_others=others):
             return
         started = time.perf_counter()

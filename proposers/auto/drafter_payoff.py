@@ -32,12 +32,11 @@ class DrafterPayoff:
         Args:
             gains: Of each request that it would draft for, tokens that its tree earns without it.
             prices: Of the step.
-            only_others: Nothing is verified, and the others can show alone what drafts earn.
+            only_others: Nothing is verified, and the others have something to show alone.
         """
         if only_others:
             self._num_shadows += 1
-            if self._num_shadows % _SHADOWS:
-                return False
+            return self._num_shadows % _SHADOWS == 0
         seconds = self._seconds.get(len(gains).bit_length())
         cost = prices.in_tokens(seconds)
         added = sum(self._gains[self._class(gain)] for gain in gains)

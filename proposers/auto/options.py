@@ -85,16 +85,10 @@ class AutoOptions(MethodOptions):
     """Number of ``cache_salt`` values that are remembered at a time; the one unused for longest is
     forgotten first. Requests without a salt do not count."""
 
-    @property
-    def looks_up(self) -> bool:
-        """Whether there are sources beside the drafter."""
-        return bool(
-            self.copy_input or self.own_text or self.earlier_answers or self.recycled_contexts
-        )
-
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
-        if not self.looks_up and self.drafter is None:
+        some = self.copy_input or self.own_text or self.earlier_answers or self.recycled_contexts
+        if not some and self.drafter is None:
             raise ValueError(
                 "found every source switched off; leave one of copy_input, own_text, "
                 "earlier_answers, recycled_contexts on, or name a drafter"

@@ -176,6 +176,22 @@ def test_a_step_with_prefill_counts_its_drafting_and_modelled_verification() -> 
     assert budget.balance < before - 0.2
 
 
+def test_what_shadow_drafts_leave_out_counts_in_full_once_drafts_are_verified() -> None:
+    budget = DraftBudget()
+    for _ in range(8):
+        budget.verified(1, 0, 1, 0.03)
+        if budget.allow([8]).is_shadow:
+            budget.shadowed(1, 8, 4)
+        budget.drafted({"method": 0.0003})
+    before = budget.balance
+    found = budget.allow([8])
+    assert found.max_tokens != 0
+    assert not found.is_shadow
+    budget.verified(1, 0, 1, None)
+    budget.drafted({"method": 0.006})  # a fifth of a step, twenty times as long as shadow drafts
+    assert budget.balance == pytest.approx(before - 0.2, abs=0.02)
+
+
 def test_steps_that_all_have_prefill_do_not_stop_drafting_for_good() -> None:
     run = simulate(
         Machine(),

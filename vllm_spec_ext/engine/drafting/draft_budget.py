@@ -111,6 +111,7 @@ class DraftBudget:
         self._window = LossWindow()
         self._num_steps = 0
         self._drafting: dict[tuple[str, int], float] = {}  # usual seconds by method, size class
+        self._shadowing: dict[tuple[str, int], float] = {}  # the same of shadow drafts
         self._idle: dict[tuple[str, int], float] = {}  # the same where nothing may be drafted
         self._resting: dict[int, float] | None = {} if can_rest else None  # where nothing is read
         self._rests_left = 0
@@ -232,14 +233,16 @@ class DraftBudget:
                 weight = 1.0 if idle is None else 0.2 if taken < idle else 0.02
                 self._idle[key] = (1 - weight) * (idle or 0.0) + weight * taken
                 continue
-            usual = self._drafting.get(key)
+            # What is dear is left out of shadow drafts, so they do not tell what is usual.
+            known = self._shadowing if self._is_shadow else self._drafting
+            usual = known.get(key)
             pause = _FIRST_PAUSE * self._plain_s if usual is None else _PAUSE * usual
             counted = min(taken, max(pause, 0.01 * self._plain_s))
             if usual is None:  # a first one finds its buffers and caches, and says little
-                self._drafting[key] = min(counted, _FIRST_USUAL * self._plain_s)
+                known[key] = min(counted, _FIRST_USUAL * self._plain_s)
             else:
                 weight = 0.4 if counted < usual else 0.2
-                self._drafting[key] = usual + weight * (counted - usual)
+                known[key] = usual + weight * (counted - usual)
             if not self._is_shadow:
                 self._window.add(-max(0.0, counted - self._least_idle) / self._plain_s)
         if not self._may_draft or self._is_shadow:
@@ -381,13 +384,20 @@ class DraftBudget:
 
     def _shadow_price(self, num_requests: int) -> float:
         found = self.costs.estimate(num_requests)
-        return 0.0 if found is None else self._usual_drafting(num_requests, found.plain_s)
+        if found is None:
+            return 0.0
+        return self._taken(self._shadowing or self._drafting, num_requests, found.plain_s)
 
     def _usual_drafting(self, num_requests: int, plain_s: float) -> float:
-        """Drafting of all methods in plain steps."""
+        """Drafting of all methods in plain steps; at first that of shadow drafts."""
+        return self._taken(self._drafting or self._shadowing, num_requests, plain_s)
+
+    @staticmethod
+    def _taken(times: Mapping[tuple[str, int], float], num_requests: int, plain_s: float) -> float:
+        """Seconds by method and size class; returns plain steps of all methods."""
         size_class = num_requests.bit_length()
         found: dict[str, tuple[int, float]] = {}  # by method, of the nearest size
-        for (method, known), seconds in self._drafting.items():
+        for (method, known), seconds in times.items():
             distance = abs(known - size_class)
             if method not in found or distance < found[method][0]:
                 found[method] = distance, seconds
