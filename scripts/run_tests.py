@@ -60,8 +60,8 @@ UNIT_PARTS = {f"unit {i + 1}": UNIT_ENTRIES[i::3] for i in range(3)}
 PARTS = {  # those that take longest first, so that both lanes end at about the same time
     "e2e": [name for name in E2E_FILES if name not in RAY_FILES],
     "engine 1": ENGINE_FILES[0::4],
-    "ray": RAY_FILES,  # behind the first engines of e2e, as both take much memory
     "engine v2": ["tests/engine_v2"],  # Triton made visible there changes the V1 runner, too
+    "ray": RAY_FILES,  # when e2e has ended, as both take much memory
     "engine 2": ENGINE_FILES[1::4],
     "engine 3": ENGINE_FILES[2::4],
     "engine 4": ENGINE_FILES[3::4],
