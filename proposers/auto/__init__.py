@@ -211,8 +211,8 @@ class Auto(BaseProposer):
         least = self._drafts.costs(step).node
         before = [_worth(trees[row], least) for row in rows]
         adaptive = self.options.adaptive_length
-        others = step.is_shadow and any(before)
-        if adaptive and not self._payoff.pays(before, prices, only_others=others):
+        only_others = step.is_shadow and any(before)
+        if adaptive and not self._payoff.pays(before, prices, only_others=only_others):
             return
         started = time.perf_counter()
         info = self._drafter.info

@@ -161,13 +161,16 @@ def test_sources_that_agree_are_both_named(
     assert draft.tokens[0] == COPIED.output_token_ids[6]
 
 
-@pytest.mark.parametrize(("others", "asked"), [(True, [0, 3]), (False, [15, 48])])
+@pytest.mark.parametrize(
+    ("off", "asked"),
+    [
+        ({}, [0, 3]),
+        ({"copy_input": False, "own_text": False, "recycled_contexts": 0}, [15, 48]),
+    ],
+)
 def test_for_drafts_that_are_not_verified_a_drafter_is_seldom_asked(
-    fixed: type[Fixed], others: bool, asked: list[int]
+    fixed: type[Fixed], off: dict[str, Any], asked: list[int]
 ) -> None:
-    off: dict[str, Any] = (
-        {} if others else {"copy_input": False, "own_text": False, "recycled_contexts": 0}
-    )
     method = started(drafter={"method": "fixed"}, earlier_answers=0, **off)
     tokens: IntArray = np.array([*PROMPT, *PROMPT[:5]], np.int32)
     step = RequestStep("r", tokens, len(PROMPT), PROMPT[:5], 8, InputCopyRequest())
