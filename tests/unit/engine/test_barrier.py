@@ -41,6 +41,10 @@ def without(token: int) -> torch.Tensor:
     return rows
 
 
+def paths(value: float) -> Draft:
+    return tree(None, path_probs=np.array([1.0, value, 0.5], np.float32))
+
+
 BROKEN: dict[str, tuple[Any, str]] = {
     "no draft": ([1, 2], "found a list, expected a Draft"),
     "none": (None, "found a NoneType"),
@@ -55,7 +59,17 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "own parent": (tree(np.array([-1, 1, 0])), "node 1: found parent 1"),
     "parent behind": (tree(np.array([-1, 2, 0])), "node 1: found parent 2"),
     "parent below the root": (tree(np.array([-2, 0, 1])), "node 0: found parent -2"),
-    "path_probs": (tree(None, path_probs=np.ones(2, np.float32)), r"path_probs: .*\(2,\)"),
+    "path_probs": (tree(None, path_probs=np.ones(2, np.float32)), r"path_probs: .*float32\[2\]"),
+    "path_probs as a list": (tree(None, path_probs=[1.0] * 3), "path_probs: found list"),
+    "path_probs as integers": (tree(None, path_probs=np.ones(3, int)), "path_probs: .*int64"),
+    "log-probabilities": (paths(-0.1), "path_probs: found -0.1, expected 0 to 1"),
+    "path_probs above one": (paths(1.5), "path_probs: found 1.5, expected 0 to 1"),
+    "path_probs that are NaN": (paths(float("nan")), "path_probs: found nan"),
+    "sources": (tree(None, sources=[("a",)]), "sources: found 1, expected one for each node"),
+    "sources as a number": (tree(None, sources=5), "sources: found int"),
+    "sources that are no tuples": (tree(None, sources=("a",) * 3), "sources: found 'a'"),
+    "sources that are no names": (tree(None, sources=((7,),) * 3), r"sources: found \(7,\)"),
+    "sparse": (tree(None, (1, 2), probs=probs().to_sparse()), "checks raised"),
     "rows": (tree(None, (1, 2), probs=probs(3)), r"probs: found shape \(3, 10\)"),
     "width": (tree(None, (1, 2), probs=probs(2, 0.1, 11)), r"expected \(2, 10\)"),
     "array": (tree(None, (1, 2), probs=np.ones((2, VOCAB))), "expected a tensor of floats"),
@@ -80,6 +94,8 @@ SOUND = {
     "tree": tree(np.array([-1, -1, 0], np.int32)),
     "drawn": tree(None, (1, 2), probs=probs()),
     "bfloat16": tree(None, (1, 2), probs=probs().to(torch.bfloat16)),
+    "rounded up": paths(1.0 + 1e-6),
+    "named": tree(None, path_probs=np.ones(3, np.float16), sources=[("a", "b"), (), ("a",)]),
     "siblings": tree(np.array([-1, -1]), (1, 2), probs=probs(), drawn="without_replacement"),
 }
 

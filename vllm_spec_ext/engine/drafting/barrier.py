@@ -22,6 +22,7 @@ from vllm_spec_ext.proposers.draft_tree import parents_of, tree_problem
 logger = logging.getLogger("vllm.spec_ext")
 
 STRICT = "VLLM_SPEC_EXT_STRICT"
+_ALMOST_ONE = 1.001  # of a probability that was rounded
 SUM_TOLERANCE = 2e-2  # of a row of probabilities made in bfloat16; as in scorers.walk.residual
 
 _RAISED = object()
@@ -82,11 +83,17 @@ class Barrier:
         return [EMPTY_DRAFT] * expected
 
     def _sound(self, draft: Any) -> Draft:
-        problem = draft_problem(draft, self._vocab_size)
+        try:
+            problem = draft_problem(draft, self._vocab_size)
+        except Exception as raised:  # fields of a kind that none of the checks expects
+            kind = f"a draft whose checks raised {type(raised).__name__}"
+            problem, error = (kind, f"{kind}: {raised}"), raised
+        else:
+            error = None
         if problem is None:
             return draft
-        self._report(*problem)
         self.num_refused += 1
+        self._report(*problem, error)
         return EMPTY_DRAFT
 
     def _report(self, kind: str, message: str, error: Exception | None = None) -> None:
@@ -127,12 +134,35 @@ def draft_problem(draft: Any, vocab_size: int) -> tuple[str, str] | None:
         problem = tree_problem(parents.tolist(), len(tokens))
         if problem is not None:
             return "parents", f"parents: {problem}"
-    if draft.path_probs is not None and np.shape(draft.path_probs) != tokens.shape:
-        found = np.shape(draft.path_probs)
-        return "path_probs", f"path_probs: found shape {found}, expected {tokens.shape}"
-    if draft.sources is not None and len(draft.sources) != len(tokens):
-        return "sources", f"sources: found {len(draft.sources)}, expected one for each node"
+    problem = _problem_for_display(draft)
+    if problem is not None:
+        return problem
     return None if draft.probs is None else _distribution_problem(draft, vocab_size)
+
+
+def _problem_for_display(draft: Draft) -> tuple[str, str] | None:
+    """What is wrong with what metrics, ``top`` and ``explain-step`` would show of a draft."""
+    paths, sources = draft.path_probs, draft.sources
+    if paths is not None:
+        is_array = isinstance(paths, np.ndarray) and paths.dtype.kind == "f"
+        if not is_array or paths.shape != draft.tokens.shape:
+            expected = f"floats of shape {draft.tokens.shape}"
+            return "path_probs", f"path_probs: found {_shown(paths)}, expected {expected}"
+        wrong = [value for value in paths.tolist() if not 0.0 <= value <= _ALMOST_ONE]
+        if wrong:
+            return "path_probs", f"path_probs: found {wrong[0]:.4g}, expected 0 to 1"
+    if sources is not None:
+        if not isinstance(sources, Sequence) or len(sources) != len(draft.tokens):
+            found = len(sources) if isinstance(sources, Sequence) else _shown(sources)
+            return "sources", f"sources: found {found}, expected one for each node"
+        unnamed = [names for names in sources if not _are_names(names)]
+        if unnamed:
+            return "sources", f"sources: found {unnamed[0]!r}, expected a tuple of names"
+    return None
+
+
+def _are_names(names: object) -> bool:
+    return isinstance(names, tuple) and all(type(name) is str for name in names)
 
 
 def _distribution_problem(draft: Draft, vocab_size: int) -> tuple[str, str] | None:

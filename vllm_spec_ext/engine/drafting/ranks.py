@@ -7,6 +7,7 @@ rank has the proposer. What it decides reaches the others through vLLM's own gro
 they wait, and take their part in the target's layers that it calls, as these are spread over all.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from vllm_spec_ext.engine.models.paged_model import PagedModel
     from vllm_spec_ext.engine.models.replay import Work
+
+logger = logging.getLogger("vllm.spec_ext")
 
 ResultT = TypeVar("ResultT")
 
@@ -72,6 +75,7 @@ class Ranks:
         self._group = group
         self._device = device
         self._models: Sequence[PagedModel] = ()
+        self._failures: set[str] = set()  # kinds that were logged
 
     @property
     def is_alone(self) -> bool:
@@ -141,7 +145,7 @@ class Ranks:
 
     def call(self, argument: torch.Tensor, *, is_embedding: bool) -> torch.Tensor | None:
         """On rank 0: compute a shared layer of the target together with the other ranks."""
-        argument = argument.contiguous()
+        argument = argument.to(self._device).contiguous()  # what fails here is told to nobody
         self._group.broadcast_object(Call(is_embedding, tuple(argument.shape), argument.dtype))
         self._group.broadcast(argument)
         return self._compute(argument, is_embedding)
@@ -160,15 +164,30 @@ class Ranks:
             message: Call | Result[Any] | Failure | Work[object] = self._group.broadcast_object()
             if isinstance(message, Call):
                 argument = self._receive(message.shape, message.dtype)
-                with torch.inference_mode():
-                    self._compute(argument, message.is_embedding)
+                self._take_part(partial(self._compute, argument, message.is_embedding))
             elif isinstance(message, Result):
                 received = [self._receive(shape, dtype) for shape, dtype in message.tensors]
                 return message.value, received
             elif not isinstance(message, Failure):
-                message.run(self._models)
+                self._take_part(partial(message.run, self._models))
             else:
-                raise RuntimeError(f"rank 0 of this worker's group failed: {message}")
+                raise RuntimeError(f"rank 0 of this worker's group failed: {message.message}")
+
+    def _take_part(self, work: Callable[[], object]) -> None:
+        """This rank's part of what rank 0 computes; it goes on even if that fails.
+
+        What cannot be computed (a shape that no layer takes) cannot be on rank 0 either, whose
+        proposer loses the drafts of the step for it. The step is decided all the same: a rank that
+        left here would take the next step's messages for those of this one.
+        """
+        try:
+            with torch.inference_mode():
+                work()
+        except Exception as error:
+            kind = type(error).__name__
+            if kind not in self._failures:
+                self._failures.add(kind)
+                logger.exception("vllm-spec-ext: what rank 0 drafts by failed; logged once a kind")
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
