@@ -35,6 +35,7 @@ BATCHES: dict[str, Callable[[int], int]] = {
     "one": lambda step: 1,
     "eight": lambda step: 8,
     "changing": lambda step: (1, 2, 4, 8, 7, 6, 5, 3)[step // 60 % 8],
+    "filling and draining": lambda step: (1, 16)[step // 4 % 2],
 }
 
 
@@ -246,20 +247,47 @@ def test_a_step_without_new_tokens_drafts_nothing() -> None:
 def test_what_was_lost_long_ago_is_forgiven() -> None:
     window = LossWindow()
     window.add(-1.0)
-    window.end_step()
+    window.end_step(0.05)
     assert window.lost == 1.0
     window.add(0.4)
-    window.end_step()
+    window.end_step(0.05)
     assert window.lost == pytest.approx(0.6)
     window.add(5.0)  # what is gained covers no later loss
-    window.end_step()
+    window.end_step(0.05)
     assert window.lost == 0.0
-    window.add(-2.0)
-    window.scale(0.5)
+    window.add(-1.0)
     for step in range(NUM_STEPS):
         assert window.lost == pytest.approx(1.0), step
-        window.end_step()
+        window.end_step(0.05)
     assert window.lost == 0.0
+
+
+def test_the_window_knows_what_plain_decoding_takes_for_its_steps() -> None:
+    window = LossWindow()
+    assert window.mean_plain is None
+    window.end_step(0.1)
+    window.end_step(0.3)
+    assert window.mean_plain == pytest.approx(0.2)
+    for _ in range(NUM_STEPS - 1):
+        window.end_step(0.5)
+    assert window.mean_plain == pytest.approx((0.3 + (NUM_STEPS - 1) * 0.5) / NUM_STEPS)
+
+
+def test_a_batch_that_drains_often_leaves_the_ledger_its_sight() -> None:
+    """Sums that grew with every batch that drains would swallow what a step loses."""
+    budget = DraftBudget()
+    for step in range(5000):
+        num_requests = (1, 16)[step // 8 % 2]
+        budget.verified(num_requests, 0, num_requests, 0.1 if num_requests == 1 else 0.25)
+        budget.allow([8] * num_requests)
+        budget.drafted({"method": 0.0001})
+    balances = []
+    for _ in range(3):
+        budget.verified(1, 8, 1, 0.15)  # rejected
+        budget.allow([8])
+        budget.drafted({"method": 0.0001})
+        balances.append(budget.balance)
+    assert balances[0] - balances[2] > 0.5
 
 
 def test_drafting_time_alone_can_stop_a_method() -> None:

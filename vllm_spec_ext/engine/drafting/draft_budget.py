@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much the next step may draft, so that drafting never costs more than a little.
 
-A ledger in plain decoding steps. A step earns the steps that its accepted tokens save, and costs
+A ledger beside plain decoding. A step earns the steps that its accepted tokens save, and costs
 what verification and drafting add to a plain step; a step without drafts costs what the proposer
-takes to read the new tokens. Over no 200 steps more may be lost than ``_LIMIT`` plain steps, in a
-fresh engine less: a draft is allowed if that holds even when all of it is rejected.
+takes to read the new tokens. Over no 200 steps more may be lost than ``_LIMIT`` of them take in
+plain decoding, in a fresh engine less: a draft is allowed if that holds even when all of it is rejected.
 
 How much of what may still be lost is put at stake, and how soon it is given back, follows what
 drafts earned lately and in the long run (:mod:`.gain_record`). Where they lose, and in a fresh
@@ -28,7 +28,6 @@ _LIMIT = 2.7  # plain steps: what may be lost over 200 steps, 0.98 of plain spee
 _LEAST_LIMIT = 1.2
 _FIRST_LIMIT = 0.6  # the same of a fresh engine
 _FIRST_STEPS = 50
-_SAME_UNIT = 0.8  # plain times whose ratio is nearer to one count alike
 _CAUTION = 1.5  # standard errors that estimated costs are raised by
 _AMPLE = 0.6  # of the limit; with less, drafts must be surer
 _SURE = 0.4
@@ -116,7 +115,6 @@ class DraftBudget:
         self._resting: dict[int, float] | None = {} if can_rest else None  # where nothing is read
         self._rests_left = 0
         self._plain_s: float | None = None  # at the size of the last step
-        self._unit = 0  # requests of the plain step that the ledger counts in
         self._size_class = 0
         self._may_draft = self._is_shadow = False
         self._since_plain = 0
@@ -127,15 +125,20 @@ class DraftBudget:
 
     @property
     def balance(self) -> float:
-        """Plain steps that may still be lost."""
-        return self._limit - self._window.lost
+        """Plain steps, of the size of the last one, that may still be lost."""
+        lost = self._window.lost
+        return self._limit - (lost / self._plain_s if self._plain_s else lost)
 
     @property
     def _limit(self) -> float:
-        if self._num_steps < _FIRST_STEPS:
+        """The same, had nothing been lost: a share of what plain decoding takes for the window."""
+        if self._plain_s is None:
             return _FIRST_LIMIT
-        idle = 0.0 if self._plain_s is None else self._least_idle / self._plain_s
-        return max(_LEAST_LIMIT, _LIMIT - NUM_STEPS * (idle + _SHADOW))
+        usual = (self._window.mean_plain or self._plain_s) / self._plain_s
+        if self._num_steps < _FIRST_STEPS:
+            return _FIRST_LIMIT * usual
+        idle = self._least_idle / self._plain_s
+        return max(_LEAST_LIMIT * usual, _LIMIT * usual - NUM_STEPS * (idle + _SHADOW))
 
     @property
     def _usual_idle(self) -> float:
@@ -181,14 +184,14 @@ class DraftBudget:
             return
         self._plain_s, self._size_class = found.plain_s, num_requests.bit_length()
         self._num_steps += 1
-        self._count_in(num_requests, found.plain_s)
         if num_drafted:
             cost = _careful(found, num_drafted) + self.branches.extra(num_branches)
             gain = num_emitted / num_requests - 1.0 - cost
-            self._window.add(gain)
+            self._window.add(gain * found.plain_s)
             self._earned(gain, num_requests, found.plain_s)
         elif self.balance < _RETURNED:
-            self._window.add(min(self._coming_back, _RETURNED - self.balance))
+            returned = min(self._coming_back, _RETURNED - self.balance)
+            self._window.add(returned * found.plain_s)
 
     def _observe_costs(
         self, num_requests: int, num_drafted: int, num_branches: int, seconds: float
@@ -244,10 +247,10 @@ class DraftBudget:
                 weight = 0.4 if counted < usual else 0.2
                 known[key] = usual + weight * (counted - usual)
             if not self._is_shadow:
-                self._window.add(-max(0.0, counted - self._least_idle) / self._plain_s)
+                self._window.add(-max(0.0, counted - self._least_idle))
         if not self._may_draft or self._is_shadow:
-            self._window.add((self._least_idle - self._usual_idle) / self._plain_s)
-        self._window.end_step()
+            self._window.add(self._least_idle - self._usual_idle)
+        self._window.end_step(self._plain_s)
 
     def may_rest(self) -> bool:
         """Whether the tokens of this step may be read later; then :meth:`rested` comes next."""
@@ -272,8 +275,8 @@ class DraftBudget:
         # Pauses only make it longer, as with idle steps.
         weight = 0.2 if seconds < usual else 0.02
         self._resting[self._size_class] = usual + weight * (seconds - usual)
-        self._window.add((self._least_idle - usual) / self._plain_s)
-        self._window.end_step()
+        self._window.add(self._least_idle - usual)
+        self._window.end_step(self._plain_s)
 
     def allow(self, rooms: Sequence[int], is_following: bool = False) -> Allowance:
         """Decide on the next drafts.
@@ -364,23 +367,6 @@ class DraftBudget:
     def _hoped(self) -> float:
         """Plain steps a step that drafts may earn; a fresh engine hopes for nothing."""
         return self._gains.lately if self._num_steps < _FIRST_STEPS else self._gains.hoped
-
-    def _count_in(self, num_requests: int, plain_s: float) -> None:
-        """Go over to plain steps of another length, where another batch size has one.
-
-        A loss of long steps counts for more in a window of short ones; short steps are no reason
-        to lose long ones. A machine that changes its speed changes all steps alike.
-        """
-        before = self.costs.estimate(self._unit) if self._unit else None
-        if before is None:
-            self._unit = num_requests
-            return
-        ratio = before.plain_s / plain_s
-        if _SAME_UNIT < ratio < 1 / _SAME_UNIT:
-            return
-        self._unit = num_requests
-        if ratio > 1.0:
-            self._window.scale(ratio)
 
     def _shadow_price(self, num_requests: int) -> float:
         found = self.costs.estimate(num_requests)
