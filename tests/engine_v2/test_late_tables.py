@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from generation import (
     ALWAYS_DRAFT,
     count_preempted,
@@ -17,6 +18,7 @@ from generation import (
 )
 from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_greedy_identity import METHODS, runner_of
+from worker_counts import kept_counts
 
 from vllm_spec_ext.engine.v2 import rejection
 from vllm_spec_ext.engine.v2.late_tables import late_steps
@@ -384,14 +386,37 @@ def test_a_fresh_proposer_drafts_late_as_the_one_before_it(engine: Any) -> None:
     assert tokens(run(fresh(engine), scenario)) == before
 
 
+def lost(*args: Any) -> Any:
+    raise RuntimeError("look-up")
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        lost,
+        lambda requests, texts: None,
+        lambda requests, texts: torch.zeros(len(requests), 3, dtype=torch.int64),
+        lambda requests, texts: torch.zeros(len(requests), COPY["num_speculative_tokens"]),
+    ],
+    ids=["raises", "nothing", "too narrow", "floats"],
+)
 def test_a_failing_look_up_costs_drafts_alone(
+    draft: Any, expected: Any, copies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(fresh(copies))
+    monkeypatch.setattr(runner.drafter.late, "draft", draft)
+    monkeypatch.setenv("VLLM_SPEC_EXT_STRICT", "0")
+    counted = kept_counts(runner, monkeypatch)
+    assert tokens(run(copies, REPEATED)) == expected
+    assert counted()["counts"]["refused_drafts"] > 10
+
+
+def test_tokens_that_there_are_not_are_not_looked_up(
     expected: Any, copies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = runner_of(fresh(copies)).drafter.late
+    def draft(requests: Any, texts: Any) -> torch.Tensor:
+        ids = torch.tensor([2**40, -(2**40)]).repeat(COPY["num_speculative_tokens"] // 2)
+        return ids.repeat(len(requests), 1)
 
-    def fail(*args: Any) -> Any:
-        raise RuntimeError("look-up")
-
-    monkeypatch.setattr(late, "draft", fail)
-    monkeypatch.setenv("VLLM_SPEC_EXT_STRICT", "0")
+    monkeypatch.setattr(runner_of(fresh(copies)).drafter.late, "draft", draft)
     assert tokens(run(copies, REPEATED)) == expected

@@ -11,13 +11,16 @@ authors of proposers want to see it.
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from vllm_spec_ext.errors import ProposerError
 from vllm_spec_ext.proposers.base import EMPTY_DRAFT, Draft, StepContext
 from vllm_spec_ext.proposers.draft_tree import parents_of, tree_problem
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -82,6 +85,31 @@ class Barrier:
             self._report("number", f"propose() returned {found}, expected {expected} drafts")
         return [EMPTY_DRAFT] * expected
 
+    def late_drafts(
+        self, draft: Callable[[], Any], shape: tuple[int, int], device: "torch.device"
+    ) -> "torch.Tensor | None":
+        """Ask for drafts that are looked up on the device; None where there are none to be had.
+
+        Which tokens they are only the device knows, and nobody waits for it: ids that the
+        vocabulary does not have are moved into it there, as they would end the engine.
+
+        Args:
+            draft: The proposer's look-up.
+            shape: [num_requests, num_drafted] that is expected.
+            device: Of the engine.
+
+        Raises:
+            ProposerError: Something is wrong, and the environment asks for strictness.
+        """
+        made = self.call("draft", draft, _RAISED)
+        problem = _late_problem(made, shape, device)
+        if problem is None:
+            return made.clamp(0, self._vocab_size - 1)
+        self.num_refused += shape[0]
+        if made is not _RAISED:
+            self._report("late drafts", problem)
+        return None
+
     def _sound(self, draft: Any) -> Draft:
         try:
             problem = draft_problem(draft, self._vocab_size)
@@ -138,6 +166,19 @@ def draft_problem(draft: Any, vocab_size: int) -> tuple[str, str] | None:
     if problem is not None:
         return problem
     return None if draft.probs is None else _distribution_problem(draft, vocab_size)
+
+
+def _late_problem(made: object, shape: tuple[int, int], device: "torch.device") -> str | None:
+    import torch
+
+    expected = f"integers {list(shape)} on {device.type}"
+    if not isinstance(made, torch.Tensor):
+        return f"draft() returned {_shown(made)}, expected {expected}"
+    is_right = made.shape == shape and made.device.type == device.type
+    if is_right and made.dtype in (torch.int32, torch.int64):
+        return None
+    found = f"{made.dtype}{list(made.shape)} on {made.device.type}"
+    return f"draft() returned {found}, expected {expected}"
 
 
 def _problem_for_display(draft: Draft) -> tuple[str, str] | None:

@@ -4,7 +4,8 @@
 A ledger beside plain decoding. A step earns the steps that its accepted tokens save, and costs
 what verification and drafting add to a plain step; a step without drafts costs what the proposer
 takes to read the new tokens. Over no 200 steps more may be lost than ``_LIMIT`` of them take in
-plain decoding, in a fresh engine less: a draft is allowed if that holds even when all of it is rejected.
+plain decoding, in a fresh engine less: a draft is allowed if that holds even when all of it is
+rejected.
 
 How much of what may still be lost is put at stake, and how soon it is given back, follows what
 drafts earned lately and in the long run (:mod:`.gain_record`). Where they lose, and in a fresh

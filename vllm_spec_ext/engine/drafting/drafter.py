@@ -251,9 +251,15 @@ class Drafter:
             requests: As far as the host knows them.
             texts: On the device.
         """
-        late = self.late
+        late, device = self.late, self._engine.device
         assert late is not None
-        return self._barrier.call("draft", lambda: late.draft(requests, texts), None)
+        assert device is not None
+        refused_before = self._barrier.num_refused
+        shape = len(requests), self._num_draft_tokens
+        found = self._barrier.late_drafts(lambda: late.draft(requests, texts), shape, device)
+        if found is None:
+            self.counts.add(refused_drafts=self._barrier.num_refused - refused_before)
+        return found
 
     def _count(
         self,
