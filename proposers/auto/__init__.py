@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from vllm_spec_ext.options import MethodOptions, RequestOptions
+from vllm_spec_ext.proposers.auto.drafter_outcomes import DrafterOutcomes
 from vllm_spec_ext.proposers.auto.drafter_payoff import DrafterPayoff
 from vllm_spec_ext.proposers.auto.late_auto import LateAuto, why_not_late
 from vllm_spec_ext.proposers.auto.options import AutoOptions
@@ -73,12 +74,15 @@ class Auto(BaseProposer):
         asked = self._options.drafter
         if asked is not None:
             self._drafter = asked.proposer()(asked.parsed)
+        inner = Needs() if self._drafter is None else self._drafter.needs
         self.needs = Needs(
-            hidden_states=self._drafter is not None and self._drafter.needs.hidden_states,
-            next_tokens=NUM_KEPT if self._options.recycled_contexts else 0,
+            hidden_states=inner.hidden_states,
+            next_tokens=max(inner.next_tokens, NUM_KEPT if self._options.recycled_contexts else 0),
             shares_nodes=True,
-            every_step=self._drafter is not None and self._drafter.needs.every_step,
+            every_step=inner.every_step,
         )
+        self._drafts_by_level = False  # each further level takes a pass, which has to pay
+        self._outcomes = DrafterOutcomes()
         self._late: InputCopy | None = None  # drafts alone, where the scheduler does not wait
         self._payoff = DrafterPayoff()
         self._value = TokenSeconds()
@@ -130,6 +134,7 @@ class Auto(BaseProposer):
         drafter = ""
         if self._drafter is not None:
             self._drafter.start(replace(engine, is_level=True))
+            self._drafts_by_level = bool(engine.models)
             drafter = self._drafter.info.name
         self._drafts = TreeDrafts((*NAMES, drafter), options.adaptive_length)
 
@@ -146,6 +151,8 @@ class Auto(BaseProposer):
         if self._late is not None:
             return self._late.propose(step)
         prices = self._value.begin(step)
+        if self._drafter is not None:
+            self._drafter.observe(self._outcomes.follow(step.requests))
         for request in step.requests:
             if request.options.enabled:
                 self._lookup.follow(request, cast(InputCopyRequest, request.options).remember)
@@ -174,6 +181,7 @@ class Auto(BaseProposer):
         for request_id in request_ids:
             self._lookup.finish(request_id)
             self._drafts.calibration.forget(request_id)
+        self._outcomes.forget(request_ids)
         for source in (self._copy, self._drafter, self._late):
             if source is not None:
                 source.finish(request_ids)
@@ -220,12 +228,21 @@ class Auto(BaseProposer):
             replace(asked_of(info, request), room=request.room if row in rows else 0)
             for row, request in enumerate(step.requests)
         ]
-        drafted = self._drafter.propose(StepContext(asked, step.hidden_states))
+        # How much of one pass's drafts is of use is decided here; how many passes are, there.
+        given = StepContext(asked, step.hidden_states)
+        if self._drafts_by_level:
+            given = replace(
+                given, min_probability=step.min_probability, plain_seconds=step.plain_seconds
+            )
+        drafted = self._drafter.propose(given)
         seconds = time.perf_counter() - started
+        self._value.spend(seconds)
+        if self._drafts_by_level and not any(map(len, drafted)):
+            return  # by what it knows itself no pass pays
+        self._outcomes.keep(step.requests, drafted)
         trees[:] = self._grow(step, copies, drafted)
         after = [_worth(trees[row], least) for row in rows]
         self._payoff.asked(before, after, seconds)
-        self._value.spend(seconds)
 
 
 def _worth(tree: Candidates | None, least: float) -> float:

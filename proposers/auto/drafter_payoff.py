@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, StepPrices
 
 _MEMORY = 0.97  # of what a drafter added, and of what it took, for one more time
+_FOLLOW_SHORTER = 0.2  # of a shorter time than usual, at once: pauses only make it longer
+_FIRST_TIMES = 3  # of which the shortest counts, as the first one finds its buffers
 _FIRST_GAIN = 0.6  # tokens that it is taken to add before anything is known
 _CLASSES = 8  # of what the others have, half a token each
 _SHADOWS = 16  # steps with drafts that are not verified, from one in which it is asked to the next
@@ -18,6 +20,7 @@ class DrafterPayoff:
         """Try it until it is known what it adds."""
         self._gains = [_FIRST_GAIN] * _CLASSES
         self._seconds: dict[int, float] = {}  # by size class of the batch
+        self._times: dict[int, int] = {}  # that it was asked, by the same
         self._retries = Retries()
         self._num_shadows = 0
 
@@ -37,7 +40,9 @@ class DrafterPayoff:
         if only_others:
             self._num_shadows += 1
             return self._num_shadows % _SHADOWS == 0
-        seconds = self._seconds.get(len(gains).bit_length())
+        size = len(gains).bit_length()
+        # The first time says little: the second one comes at once.
+        seconds = self._seconds[size] if self._times.get(size, 0) > 1 else None
         cost = prices.in_tokens(seconds)
         added = sum(self._gains[self._class(gain)] for gain in gains)
         if cost is None or added > cost:
@@ -55,8 +60,13 @@ class DrafterPayoff:
         """
         size = len(before).bit_length()
         usual = self._seconds.get(size, seconds)
-        # A pause, of compilation or another program, is no price.
-        self._seconds[size] = _MEMORY * usual + (1.0 - _MEMORY) * min(seconds, 4.0 * usual)
+        self._times[size] = self._times.get(size, 0) + 1
+        if self._times[size] <= _FIRST_TIMES:
+            self._seconds[size] = min(usual, seconds)
+        else:
+            # A pause, of compilation or another program, is no price.
+            weight = _FOLLOW_SHORTER if seconds < usual else 1.0 - _MEMORY
+            self._seconds[size] = usual + weight * (min(seconds, 4.0 * usual) - usual)
         for old, new in zip(before, after, strict=True):
             place = self._class(old)
             self._gains[place] += (1.0 - _MEMORY) * (new - old - self._gains[place])

@@ -371,6 +371,17 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
+def test_as_the_drafter_of_auto(
+    make_engine: Any, drafters: dict[str, str], expected: dict[str, Any], records: list[Record]
+) -> None:
+    drafter = {"method": "nar", "model": drafters["extras"]}
+    config = {"method": "auto", "drafter": drafter, "num_speculative_tokens": 12}
+    engine = make_engine(speculative_config={**config, "adaptive_length": False})
+    for name in ("mixed_lengths", "seeded"):
+        assert tokens(run(engine, SCENARIOS[name])) == expected[name]
+    assert len(records) > 50
+
+
 @pytest.fixture(scope="module")
 def sample(
     make_engine: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory

@@ -282,3 +282,26 @@ def test_a_seeded_text_does_not_depend_on_drafts(engines: Any, plain: Any) -> No
         outputs = engine.generate(["The dog"] * len(params), params, use_tqdm=False)
         texts.append(tokens(outputs))
     assert texts[0] == texts[1]
+
+
+def test_a_draft_model_as_the_drafter_of_auto(
+    make_engine: Any, drafts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target itself, so what it drafts is accepted; by its own record a pass pays, too."""
+    drafter = {"method": "small_model", "model": drafts["self"]}
+    config = {"method": "auto", "drafter": drafter, "num_speculative_tokens": 8, **STEADY}
+    engine = make_engine(speculative_config=config)
+    told: list[StepOutcome] = []
+    small_model = runner_of(engine).drafter._proposer._drafter
+    observe = small_model.observe
+
+    def watched(outcomes: list[StepOutcome]) -> None:
+        told.extend(outcomes)
+        observe(outcomes)
+
+    monkeypatch.setattr(small_model, "observe", watched)
+    expected = tokens(run(make_engine(), SCENARIOS["mixed_lengths"]))
+    assert tokens(run(engine, SCENARIOS["mixed_lengths"])) == expected
+    assert sum(outcome.num_accepted for outcome in told) > 100
+    # A tree of the target's likeliest tokens: its first path is right as far as it goes.
+    assert all(outcome.num_accepted for outcome in told)

@@ -2,7 +2,8 @@
 """All sources in one tree: each alone, together, switched off, and a drafter that has to pay."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -116,9 +117,15 @@ class Fixed(BaseProposer):
 
     text: Sequence[int] = ()
     calls = 0
+    told: ClassVar[list[StepOutcome]] = []
+    min_probability: float | None = None
+
+    def observe(self, outcomes: Sequence[StepOutcome]) -> None:
+        self.told.extend(outcomes)
 
     def propose(self, step: StepContext) -> list[Draft]:
         type(self).calls += 1
+        type(self).min_probability = step.min_probability
         drafts = []
         for request in step.requests:
             at = request.num_output_tokens
@@ -132,6 +139,7 @@ class Fixed(BaseProposer):
 def fixed(monkeypatch: pytest.MonkeyPatch) -> type[Fixed]:
     monkeypatch.setitem(registry.BUILTIN, "fixed", f"{__name__}:Fixed")
     monkeypatch.setattr(Fixed, "calls", 0)
+    monkeypatch.setattr(Fixed, "told", [])
     return Fixed
 
 
@@ -159,6 +167,30 @@ def test_sources_that_agree_are_both_named(
     assert draft.sources is not None
     assert set(draft.sources[0]) == {"own text", "copy", "fixed"}
     assert draft.tokens[0] == COPIED.output_token_ids[6]
+
+
+def test_a_drafter_learns_what_became_of_its_drafts(
+    fixed: type[Fixed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = words(60)
+    monkeypatch.setattr(fixed, "text", [*said[:18], 1, *said[19:]])  # all but one is right
+    replay(started(drafter={"method": "fixed"}), [Recording(words(20), said)], engine())
+    assert len(fixed.told) > 10
+    wrong = [outcome for outcome in fixed.told if outcome.num_accepted < outcome.num_drafted]
+    assert [(outcome.num_drafted, outcome.num_accepted) for outcome in wrong] == [(3, 2)]
+
+
+@pytest.mark.parametrize("models", [(), ("a model",)])
+def test_whose_levels_each_take_a_pass_is_told_what_a_node_costs(
+    fixed: type[Fixed], models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fixed, "text", words(60))
+    method = Auto(parse_options(Auto.info.options, {"drafter": {"method": "fixed"}}, "auto"))
+    method.start(replace(engine(), models=models))
+    tokens: IntArray = np.array(words(20), np.int32)
+    step = RequestStep("r", tokens, 19, tokens[19:].tolist(), 8, InputCopyRequest())
+    method.propose(StepContext([step], min_probability=0.25))
+    assert fixed.min_probability == (0.25 if models else None)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +232,19 @@ def test_a_drafter_that_adds_nothing_is_left_alone_and_tried_again() -> None:
         payoff.asked([0.1], [0.9], 0.005)
     assert payoff.pays([0.1], prices)
     assert not payoff.pays([1.0], prices)
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_drafter_whose_first_passes_are_slow_is_not_given_up(slow: int) -> None:
+    """They find their buffers; another program may run beside the one after them."""
+    payoff = DrafterPayoff()
+    prices = StepPrices(token_seconds=0.01, min_probability=0.1)
+    asked = 0
+    for _ in range(400):
+        if payoff.pays([1.0], prices):
+            asked += 1
+            payoff.asked([1.0], [1.5], 0.03 if asked <= slow else 0.003)
+    assert asked > 200
 
 
 @pytest.mark.parametrize(
