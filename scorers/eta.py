@@ -95,7 +95,12 @@ def eta_parameters(
     epsilon = [0.0 if o is None or g else o.epsilon for o, g in zip(options, greedy, strict=True)]
     alpha = [0.0 if o is None or o.alpha is None else o.alpha for o in options]
     repeats = torch.tensor(num_rows, dtype=torch.int64)
-    return (
-        torch.tensor(epsilon, dtype=torch.float32).repeat_interleave(repeats).to(device),
-        torch.tensor(alpha, dtype=torch.float32).repeat_interleave(repeats).to(device),
-    )
+    return _uploaded(epsilon, repeats, device), _uploaded(alpha, repeats, device)
+
+
+def _uploaded(values: Sequence[float], repeats: Tensor, device: torch.device | str) -> Tensor:
+    """[sum(repeats)] float32; nobody waits for what the device does until then."""
+    rows = torch.tensor(values, dtype=torch.float32).repeat_interleave(repeats)
+    if torch.device(device).type == "cuda":
+        rows = rows.pin_memory()
+    return rows.to(device, non_blocking=True)

@@ -23,7 +23,7 @@ from worker_counts import kept_counts
 from vllm_spec_ext.engine.v2 import rejection
 from vllm_spec_ext.engine.v2.late_tables import late_steps
 
-COPY = {"method": "input_copy", "num_speculative_tokens": 8}
+COPY: dict[str, Any] = {"method": "input_copy", "num_speculative_tokens": 8}
 NGRAM = {"method": "adaptive_ngram", "num_speculative_tokens": 4, "tree": False}
 AUTO = {"method": "auto", "num_speculative_tokens": 8}  # copies, where it drafts late
 LATE = {"input_copy": COPY, "adaptive_ngram": NGRAM, "auto": AUTO}

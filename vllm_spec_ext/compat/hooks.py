@@ -150,6 +150,19 @@ FUNCTIONS: tuple[Hook, ...] = (
         type="int",
     ),
     Hook(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.load_model",
+        "what drafts without waiting starts behind it, outside of the memory that sleep discards",
+        used_by="engine/worker.py: SpecWorkerMixin.load_model calls it",
+    ),
+    Hook(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.sleep",
+        "weights of draft models are not discarded",
+        names=("level",),
+        used_by="engine/worker.py: SpecWorkerMixin.sleep calls it",
+    ),
+    Hook(
         "vllm.v1.worker.cpu_worker",
         "CPUWorker.init_device",
         "the same on the CPU platform",

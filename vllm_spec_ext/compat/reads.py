@@ -642,6 +642,12 @@ CLASSES: tuple[Reads, ...] = (
     ),
     Reads(
         "vllm.v1.kv_cache_interface",
+        "AttentionSpec",
+        "heads that a backend's buffers have room for",
+        {"head_size": "int"},
+    ),
+    Reads(
+        "vllm.v1.kv_cache_interface",
         "KVCacheSpec",
         "bytes of the scratch blocks, and of a request",
         {

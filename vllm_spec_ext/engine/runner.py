@@ -9,7 +9,8 @@ they do is elsewhere: :mod:`.step` is the step, :mod:`.requests.state` a request
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.attention import TreeAttention
 from vllm_spec_ext.engine.trees.cuda_graphs import no_full_graph
-from vllm_spec_ext.engine.trees.plan import RequestRows
+from vllm_spec_ext.engine.verifying.plain_metadata import PlainMetadata
 from vllm_spec_ext.engine.verifying.verifier import Verifier
 from vllm_spec_ext.engine.watching.stat_channel import put_news
 from vllm_spec_ext.engine.watching.step_log import StepLog
@@ -81,7 +82,7 @@ class SpecRunnerMixin:
         self.step_log: StepLog | None = None
         self.is_warming_up = False  # the V1 runner makes up batches for that, not requests
         self.row_padding: RowPadding | None = None
-        self._plain_metadata: dict[int, SpecDecodeMetadata] = {}  # by number of requests
+        self._plain_metadata = PlainMetadata()
         # vLLM asks its target for hidden states of its layers if this is set.
         if self.drafter.models.reads_layers:
             self.use_aux_hidden_state_outputs = True
@@ -136,8 +137,7 @@ class SpecRunnerMixin:
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """The second half, which drafts; the same."""
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        return put_news(output, self.drafter.counts)
+        return put_news(super().sample_tokens(*args, **kwargs), self.drafter.counts)  # type: ignore[misc]
 
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Callable[[], None] | None:
         """Requests come and go; free the proposer's state of those that went."""
@@ -166,26 +166,18 @@ class SpecRunnerMixin:
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> "SpecDecodeMetadata":
-        """Which rows verify what; made once for steps in which each request decodes one token."""
+        """Which rows verify what."""
         calculate = super()._calc_spec_decode_metadata  # type: ignore[misc]
-        num_requests = len(num_draft_tokens)
-        if cu_num_scheduled_tokens[num_requests - 1] != num_requests:
-            return cast("SpecDecodeMetadata", calculate(num_draft_tokens, cu_num_scheduled_tokens))
-        found = self._plain_metadata.get(num_requests)
-        if found is None:
-            found = calculate(num_draft_tokens, cu_num_scheduled_tokens)
-            self._plain_metadata[num_requests] = found
-        return found
+        return self._plain_metadata.of(num_draft_tokens, cu_num_scheduled_tokens, calculate)
 
     def _lay_out_trees(self, trees: TreeAttention, step: Step) -> None:
-        batch, starts = self.input_batch, self.query_start_loc.np
-        requests = []
-        for row, (draft, parents) in enumerate(zip(step.drafts, step.parents, strict=True)):
-            num_tokens = step.num_scheduled[row]
-            computed = int(batch.num_computed_tokens_cpu[row])
-            tree = parents if num_tokens == len(draft) + 1 else None
-            requests.append(RequestRows(int(starts[row]), num_tokens, computed, tree))
+        trees.end_step()
+        if not any(step.parents):
+            return
+        batch, count = self.input_batch, len(step.request_ids)
+        computed = batch.num_computed_tokens_cpu[:count].tolist()
         table = batch.block_table[0]
+        requests = step.tree_rows(self.query_start_loc.np[:count].tolist(), computed)
         trees.plan_step(requests, table.block_table.np)
         if trees.plan is not None:
             trees.begin(self.positions, table.slot_mapping.gpu)
@@ -194,10 +186,8 @@ class SpecRunnerMixin:
         """A full CUDA graph has a fixed number of requests, so not with virtual ones; small steps
         of a CPU have as many rows as are quickest."""
         determine = super()._determine_batch_execution_and_padding  # type: ignore[misc]
-        if self.tree_attention is not None and self.tree_attention.plan is not None:
-            with no_full_graph(self.cudagraph_dispatcher):
-                decision = determine(*args, **kwargs)
-        else:
+        has_trees = self.tree_attention is not None and self.tree_attention.plan is not None
+        with no_full_graph(self.cudagraph_dispatcher) if has_trees else nullcontext():
             decision = determine(*args, **kwargs)
         return decision if self.row_padding is None else self.row_padding.pad(decision)
 

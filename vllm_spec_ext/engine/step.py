@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_spec_ext.engine.trees.plan import RequestRows
 from vllm_spec_ext.engine.verifying.likeliest_tokens import LikeliestTokens
 from vllm_spec_ext.proposers.base import StepOutcome
 from vllm_spec_ext.scorers.walk.tree import Walk
@@ -75,6 +76,19 @@ class Step:
         return [
             state.parents_of(draft) if draft else None
             for state, draft in zip(self.states, self.drafts, strict=True)
+        ]
+
+    def tree_rows(self, starts: Sequence[int], computed: Sequence[int]) -> list[RequestRows]:
+        """Where the rows of each request and its tree stand.
+
+        Args:
+            starts: First row of each.
+            computed: Tokens of each whose KV is there.
+        """
+        layout = zip(starts, self.num_scheduled, computed, self.drafts, self.parents, strict=True)
+        return [
+            RequestRows(start, count, known, parents if count == len(draft) + 1 else None)
+            for start, count, known, draft, parents in layout
         ]
 
     def hold_back(

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm_spec_ext.engine.runner import SpecRunnerMixin
 from vllm_spec_ext.engine.starting.scratch import check_room
 from vllm_spec_ext.engine.watching.step_log import StepLog
+from vllm_spec_ext.errors import SpecExtError
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from vllm_spec_ext.engine.v2.runner import SpecRunnerV2Mixin
 
 
 class SpecWorkerMixin:
@@ -30,6 +33,25 @@ class SpecWorkerMixin:
             specialise_v2(self.model_runner)
         else:
             specialise(self.model_runner)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """The target, the drafts' models, and then what drafts without waiting."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if self.use_v2_model_runner:
+            cast("SpecRunnerV2Mixin", self.model_runner).start_late_drafts()
+
+    def sleep(self, level: int = 1) -> None:
+        """Refuse to discard the weights of draft models: nobody would load them again.
+
+        Raises:
+            SpecExtError: Level 2, beside draft models.
+        """
+        if level > 1 and self.model_runner.drafter.models:
+            raise SpecExtError(
+                f"sleep: found level {level} beside draft models, whose weights it discards and "
+                "nothing loads again; expected level 1"
+            )
+        super().sleep(level)  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
         """Requests that vLLM makes up for that are not drafted for; what drafts runs by itself."""

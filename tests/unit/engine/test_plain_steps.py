@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_spec_ext.engine.runner import SpecRunnerMixin
+from vllm_spec_ext.engine.verifying.plain_metadata import PlainMetadata
 
 
 class Stock:
@@ -27,7 +28,7 @@ class Runner(SpecRunnerMixin, Stock):
 
     def __init__(self) -> None:
         Stock.__init__(self)
-        self._plain_metadata = {}
+        self._plain_metadata = PlainMetadata()
 
 
 def metadata(runner: Runner, drafts: list[int], scheduled: list[int]) -> object:

@@ -3,6 +3,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Queue
 from typing import Any, cast
 
@@ -77,9 +78,12 @@ def both(steps: Sequence[Callable[[Ranks, Any], Any]]) -> tuple[list[Any], list[
     shown = [one.share_target(target) for one, target in zip(ranks, targets, strict=True)]
     found: list[list[Any]] = [[], []]
 
+    def work(step: Callable[[Ranks, Any], Any]) -> tuple[Any, list[torch.Tensor]]:
+        return step(ranks[0], shown[0]), []
+
     def run(rank: int) -> None:
         for step in steps:
-            value, tensors = ranks[rank].lead(lambda step=step: (step(ranks[0], shown[0]), []))
+            value, tensors = ranks[rank].lead(partial(work, step))
             found[rank].append((value, *tensors))
 
     other = threading.Thread(target=run, args=(1,))

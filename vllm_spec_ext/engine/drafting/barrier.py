@@ -101,23 +101,23 @@ class Barrier:
         Raises:
             ProposerError: Something is wrong, and the environment asks for strictness.
         """
-        made = self.call("draft", draft, _RAISED)
+        made: Any = self.call("draft", draft, _RAISED)
         problem = _late_problem(made, shape, device)
         if problem is None:
-            return made.clamp(0, self._vocab_size - 1)
+            drafts: torch.Tensor = made.clamp(0, self._vocab_size - 1)
+            return drafts
         self.num_refused += shape[0]
         if made is not _RAISED:
             self._report("late drafts", problem)
         return None
 
     def _sound(self, draft: Any) -> Draft:
+        error: Exception | None = None
         try:
             problem = draft_problem(draft, self._vocab_size)
         except Exception as raised:  # fields of a kind that none of the checks expects
             kind = f"a draft whose checks raised {type(raised).__name__}"
             problem, error = (kind, f"{kind}: {raised}"), raised
-        else:
-            error = None
         if problem is None:
             return draft
         self.num_refused += 1
@@ -162,10 +162,10 @@ def draft_problem(draft: Any, vocab_size: int) -> tuple[str, str] | None:
         problem = tree_problem(parents.tolist(), len(tokens))
         if problem is not None:
             return "parents", f"parents: {problem}"
-    problem = _problem_for_display(draft)
-    if problem is not None:
-        return problem
-    return None if draft.probs is None else _distribution_problem(draft, vocab_size)
+    shown = _problem_for_display(draft)
+    if shown is not None or draft.probs is None:
+        return shown
+    return _distribution_problem(draft, vocab_size)
 
 
 def _late_problem(made: object, shape: tuple[int, int], device: "torch.device") -> str | None:

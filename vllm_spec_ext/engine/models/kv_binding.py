@@ -3,15 +3,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
-from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_spec_ext.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from vllm.config.vllm import VllmConfig
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -80,6 +81,7 @@ def bind_models(
                 paged.vllm_config, runner.device, kv.kernel_block_sizes[index]
             )
             check_backend(group, "draft models")
+            check_head_size(group, paged.vllm_config)
         caches = [kv.by_layer[name] for name in paged.layer_names]
         paged.bind(made, caches, num_blocks)
     host.bind(scratch.start, kv.block_sizes[index], scratch)
@@ -125,3 +127,31 @@ def check_backend(group: AttentionGroup, who: str) -> None:
         raise UnsupportedError(
             f"{who}: the attention kernel splits KV blocks; choose its own size with --block-size"
         )
+
+
+def check_head_size(group: AttentionGroup, config: "VllmConfig") -> None:
+    """Refuse layers whose heads are wider than the buffers of vLLM's Triton kernels.
+
+    These are made for the heads of the configuration's model (vLLM 0.32
+    ``TritonAttentionMetadataBuilder``), for drafters that read the target's states the target;
+    wider heads would write behind their end.
+
+    Args:
+        group: The layers.
+        config: That the group's metadata builder was made with.
+
+    Raises:
+        UnsupportedError: They are.
+    """
+    own = cast(AttentionSpec, group.kv_cache_spec).head_size
+    most = config.model_config.get_head_size()
+    if group.backend.get_name() == "TRITON_ATTN" and _padded(own) > _padded(most):
+        raise UnsupportedError(
+            f"draft models: found heads of {own} elements beside {most} of the target, which "
+            "vLLM's Triton attention has no room for; expected no wider ones, or another "
+            "--attention-backend"
+        )
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()

@@ -7,6 +7,7 @@ extends (vLLM 0.32 ``v1/worker/gpu/model_runner.py``). The V1 runner has its own
 """
 
 import time
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +24,6 @@ from vllm_spec_ext.engine.starting.kv_setup import add_scratch, use_scratch
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.attention import TreeAttention
-from vllm_spec_ext.engine.trees.plan import RequestRows
 from vllm_spec_ext.engine.v2.batch_rows import batch_rows, computed_tokens
 from vllm_spec_ext.engine.v2.full_graphs import no_trees_reason, take_any_length
 from vllm_spec_ext.engine.v2.known_requests import KnownRequests
@@ -128,6 +128,12 @@ class SpecRunnerV2Mixin:
         self.drafter.load_model(self.model)
         if self.drafter.drafts_trees:
             add_trees(self.model_state, self)
+
+    def start_late_drafts(self) -> None:
+        """Look drafts up on the device, where that is possible; the model is loaded.
+
+        Apart from that: vLLM discards what is made while it loads, if an engine sleeps deeply.
+        """
         if self.is_async and self.drafter.waits_because is None:
             self.drafter.start_late()
             # vLLM does with these drafts as with its own.
@@ -195,15 +201,12 @@ class SpecRunnerV2Mixin:
         return state, uniform_tokens
 
     def _lay_out_trees(self, trees: TreeAttention) -> None:
-        step, start, requests = self.spec_step, 0, []
+        step = self.spec_step
         if not any(step.parents):
             return
-        for row, (draft, parents) in enumerate(zip(step.drafts, step.parents, strict=True)):
-            num_tokens = step.num_scheduled[row]
-            tree = parents if num_tokens == len(draft) + 1 else None
-            requests.append(RequestRows(start, num_tokens, self._computed[row], tree))
-            start += num_tokens
-        trees.plan_step(requests, [self.spec_requests.blocks(name) for name in step.request_ids])
+        starts = [0, *accumulate(step.num_scheduled)][:-1]
+        blocks = [self.spec_requests.blocks(name) for name in step.request_ids]
+        trees.plan_step(step.tree_rows(starts, self._computed), blocks)
 
     def has_trees(self) -> bool:
         """Whether the step that is being prepared verifies branches."""
