@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fuzz_load import LIMIT_S, NAME, Report, Server, send
-from process_samples import Sample, growth, row, sample
+from process_samples import Sample, grew, growth, row, sample
 from request_fuzz import FuzzRequest, generate_mixed
 
 from vllm_spec_ext.proposers import registry
@@ -43,9 +43,16 @@ class MixedReport:
     mismatches: list[Mismatch] = field(default_factory=list)
 
     @property
+    def grown(self) -> list[str]:
+        """What the servers held more of as time went by."""
+        found = (grew(name, taken, WARM_S) for name, taken in self.samples.items())
+        return [text for text in found if text is not None]
+
+    @property
     def failed(self) -> bool:
-        """Whether anything was wrong with an answer."""
-        return bool(self.mismatches) or any(report.failures for report in self.reports.values())
+        """Whether anything was wrong with an answer, or grew."""
+        wrong = any(report.failures for report in self.reports.values())
+        return bool(self.mismatches or self.grown) or wrong
 
     def text(self) -> str:
         """For people."""
@@ -53,6 +60,7 @@ class MixedReport:
         for name, report in self.reports.items():
             lines += [f"{name}: {report.text()}", growth(name, self.samples[name], WARM_S)]
         lines += [f"texts compared: {self.compared}, different: {len(self.mismatches)}"]
+        lines += self.grown or ["nothing grows"]
         return "\n".join([*lines, *(mismatch.text() for mismatch in self.mismatches[:10])])
 
 

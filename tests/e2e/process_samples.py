@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server's processes hold, sampled over time, and whether it grows."""
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+_LEAST_MIB = 8  # of a process tree, below which growth is an allocator's doing
+_MOST_MIB_AN_HOUR = 60
+_MOST_MORE = 4  # files, threads, processes
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,34 @@ def growth(name: str, samples: Sequence[Sample], warm_s: float) -> str:
         f" open files {_range(taken.open_files for taken in counted)},"
         f" threads {_range(taken.threads for taken in counted)}"
     )
+
+
+def grew(name: str, samples: Sequence[Sample], warm_s: float) -> str | None:
+    """What grows, by the middle of the second half beside that of the first; None: nothing.
+
+    Args:
+        name: Of the server.
+        samples: In order of time.
+        warm_s: Seconds at the start that do not count.
+    """
+    counted = [taken for taken in samples if taken.seconds >= warm_s]
+    half = len(counted) // 2
+    if half < 3:
+        return None  # too short to say
+    first, second = counted[:half], counted[half:]
+    hours = (_middle(second, "seconds") - _middle(first, "seconds")) / 3600
+    mib = (_middle(second, "memory_bytes") - _middle(first, "memory_bytes")) / 2**20
+    if mib > _LEAST_MIB and mib / hours > _MOST_MIB_AN_HOUR:
+        return f"{name}: memory grows by {mib / hours:.0f} MiB an hour"
+    for what in ("open_files", "threads", "processes"):
+        more = _middle(second, what) - _middle(first, what)
+        if more > _MOST_MORE:
+            return f"{name}: {more:.0f} {what} more"
+    return None
+
+
+def _middle(samples: Sequence[Sample], what: str) -> float:
+    return statistics.median(getattr(taken, what) for taken in samples)
 
 
 def _mib(taken: Sample) -> str:

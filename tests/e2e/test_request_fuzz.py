@@ -8,10 +8,12 @@ A few hundred random requests for each configuration; ``VLLM_SPEC_FUZZ_REQUESTS=
 import importlib.util
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fuzz_load import CONFIGURATIONS, MAX_GROWTH_BYTES, NAME, fuzz, serving
+from process_samples import Sample, grew
 from request_fuzz import RIGHT, WRONG, generate
 
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
@@ -42,6 +44,30 @@ def test_every_request_option_of_every_method_is_fuzzed() -> None:
 def test_a_seed_gives_the_same_requests() -> None:
     one, two = (list(generate(5, 50, NAME, ["enabled", "scorer"])) for _ in range(2))
     assert one == two
+
+
+@pytest.mark.parametrize(
+    ("later", "expected"),
+    [
+        ({}, None),
+        ({"memory_bytes": 512 << 20}, None),  # less
+        ({"memory_bytes": 1040 << 20}, "memory grows"),
+        ({"open_files": 30}, "10 open_files more"),
+        ({"threads": 70}, "20 threads more"),
+    ],
+)
+def test_what_grows_under_load_is_found(later: dict[str, int], expected: str | None) -> None:
+    held = {"memory_bytes": 1024 << 20, "open_files": 20, "threads": 50, "processes": 3}
+    warming = [Sample(60.0 * minute, 64 << 20, 1, 1, 1) for minute in range(5)]
+    taken = [
+        Sample(60.0 * minute, **(held if minute < 14 else {**held, **later}))
+        for minute in range(5, 25)
+    ]
+    taken[3] = replace(taken[3], open_files=200, memory_bytes=4 << 30)  # for a moment
+    found = grew("server", [*warming, *taken], 300.0)
+    assert (found is None) == (expected is None)
+    assert expected is None or expected in str(found)
+    assert grew("server", taken[:4], 0.0) is None
 
 
 @pytest.fixture(scope="module")

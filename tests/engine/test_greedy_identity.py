@@ -22,6 +22,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "input_copy": {"method": "input_copy", "num_speculative_tokens": 16, **ALWAYS_DRAFT},
     "adaptive_ngram_tree": {**NGRAMS, "num_speculative_tokens": 16},
     "auto": {"method": "auto", "num_speculative_tokens": 24, **ALWAYS_DRAFT},
+    "suffix_tree": {"method": "suffix_tree", "num_speculative_tokens": 12, **ALWAYS_DRAFT},
+    "recycling": {"method": "recycling", "num_speculative_tokens": 12, **ALWAYS_DRAFT},
     "adaptive_ngram_chain": {**NGRAMS, "num_speculative_tokens": 6, "tree": False},
 }
 
