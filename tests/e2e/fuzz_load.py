@@ -52,6 +52,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "allow_lossy": True,
     },
 }
+# By hand; the model drafts for itself, so that much is drafted and accepted.
+MORE: dict[str, dict[str, Any]] = {
+    "small_model": {"method": "small_model", "num_speculative_tokens": 4},
+    "plain": {},
+}
 ARGUMENTS = [
     *("--served-model-name", NAME, "--dtype", "float32", "--enforce-eager", "--seed", "0"),
     *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(AT_ONCE)),
@@ -312,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fuzz a server of the tiny model.")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--configuration", choices=[*CONFIGURATIONS, "plain"], default="input_copy")
+    parser.add_argument("--configuration", choices=[*CONFIGURATIONS, *MORE], default="input_copy")
     parser.add_argument("--minutes", type=float, help="a mixed load for so long")
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2), default=1)
     parser.add_argument("--compare", action="store_true", help="with a second server of one rank")
@@ -329,14 +334,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_requests(given, model, Path(folder))
 
 
-def _of(configuration: str) -> tuple[dict[str, Any] | None, str]:
+def _of(configuration: str, model: Path) -> tuple[dict[str, Any] | None, str]:
     """The options of an engine, and the method whose request options are sent."""
-    speculative = CONFIGURATIONS.get(configuration)
-    return speculative, (speculative or CONFIGURATIONS["input_copy"])["method"]
+    speculative = {**CONFIGURATIONS, **MORE}[configuration]
+    if configuration == "small_model":
+        speculative = {**speculative, "model": str(model)}
+    return speculative or None, (speculative or CONFIGURATIONS["input_copy"])["method"]
 
 
 def _run_requests(given: argparse.Namespace, model: Path, folder: Path) -> int:
-    speculative, method = _of(given.configuration)
+    speculative, method = _of(given.configuration, model)
     with serving(model, folder / "log", speculative, ranks=given.tensor_parallel) as server:
         if speculative is None:
             print(f"not generated: {replay_vllms_own(server)}")
@@ -354,7 +361,7 @@ def _run_requests(given: argparse.Namespace, model: Path, folder: Path) -> int:
 def _run_mixed_load(given: argparse.Namespace, model: Path, folder: Path) -> int:
     from mixed_load import mixed_load
 
-    speculative, method = _of(given.configuration)
+    speculative, method = _of(given.configuration, model)
     ranks = {f"{given.tensor_parallel} rank(s)": given.tensor_parallel}
     if given.compare:
         ranks["compared"] = 1

@@ -29,6 +29,7 @@ from vllm_spec_ext.proposers.nar.layout import EXTRAS_NAME, NarConfig
 METHODS: dict[str, dict[str, Any]] = {
     "chain": {"method": "input_copy", "num_speculative_tokens": 8},
     "tree": {"method": "adaptive_ngram", "num_speculative_tokens": 12, "min_confidence": 0.0},
+    "auto": {"method": "auto", "num_speculative_tokens": 12},
     "heads": {"method": "blockwise", "num_speculative_tokens": 3},
     "learning_heads": {"method": "blockwise", "num_speculative_tokens": 3},
     "learning_model": {"method": "small_model", "num_speculative_tokens": 3},
