@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What became of a drafter's own draft, of which only a part was verified among other sources'.
 
-The target's next tokens tell of all of it, as far as they go: a node that was left out of the tree
-is judged like one that was in it.
+The target's next tokens tell of all of it: a node that was left out of the tree is judged like one
+that was in it. Where they agree to their end, nothing is told until the next ones are there: if
+only what failed early were told early, deep nodes would seem better than they are.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_spec_ext.proposers.base import Draft, RequestStep, StepOutcome
-from vllm_spec_ext.proposers.draft_tree import agreeing_path, node_depths, parents_of
+from vllm_spec_ext.proposers.draft_tree import agreeing_path, parents_of
 
 
 @dataclass(frozen=True)
@@ -26,29 +27,26 @@ class DrafterOutcomes:
         self._waiting: dict[str, _Waiting] = {}
 
     def keep(self, requests: Sequence[RequestStep], drafts: Sequence[Draft]) -> None:
-        """Drafts of this step; they take the places of earlier ones."""
+        """Drafts of this step; they take the places of earlier ones, whose end is not known."""
         for request, draft in zip(requests, drafts, strict=True):
             if len(draft):
                 self._waiting[request.request_id] = _Waiting(draft, len(request.token_ids))
 
     def follow(self, requests: Sequence[RequestStep]) -> list[StepOutcome]:
-        """Compare with what the target has said since; each draft is told once.
-
-        Nodes behind the first one that is deeper than what was said count as not drafted.
-        """
+        """Compare with what the target has said since; each draft whose end is known, once."""
         outcomes = []
         for request in requests:
-            waiting = self._waiting.pop(request.request_id, None)
+            waiting = self._waiting.get(request.request_id)
             if waiting is None:
                 continue
             said = request.token_ids[waiting.start :].tolist()
             parents = parents_of(waiting.draft)
-            depths = node_depths(parents)
-            deeper = (node for node, depth in enumerate(depths) if depth >= len(said))
-            size = next(deeper, len(depths))
-            tokens = waiting.draft.tokens[:size].tolist()
-            nodes = agreeing_path(tokens, parents[:size], said)
-            outcomes.append(StepOutcome(request.request_id, size, len(nodes), nodes))
+            nodes = agreeing_path(waiting.draft.tokens.tolist(), parents, said)
+            end = nodes[-1] if nodes else -1
+            if len(nodes) == len(said) and end in parents:
+                continue
+            del self._waiting[request.request_id]
+            outcomes.append(StepOutcome(request.request_id, len(waiting.draft), len(nodes), nodes))
         return outcomes
 
     def forget(self, request_ids: Iterable[str]) -> None:

@@ -60,7 +60,7 @@ class MixedReport:
         for name, report in self.reports.items():
             lines += [f"{name}: {report.text()}", growth(name, self.samples[name], WARM_S)]
         lines += [f"texts compared: {self.compared}, different: {len(self.mismatches)}"]
-        lines += self.grown or ["nothing grows"]
+        lines += self.grown or ["nothing grows, as far as the run is long enough to say"]
         return "\n".join([*lines, *(mismatch.text() for mismatch in self.mismatches[:10])])
 
 

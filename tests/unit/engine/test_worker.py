@@ -45,4 +45,4 @@ def test_deep_sleep_would_lose_the_weights_of_draft_models() -> None:
 def test_late_drafts_start_behind_the_loading_of_models(v2: bool) -> None:
     worker = Worker([], v2)
     worker.load_model(load_dummy_weights=True)
-    assert worker.called == [True, "late drafts"] if v2 else [True]
+    assert worker.called == ([True, "late drafts"] if v2 else [True])

@@ -101,10 +101,12 @@ class Barrier:
         Raises:
             ProposerError: Something is wrong, and the environment asks for strictness.
         """
+        import torch
+
         made: Any = self.call("draft", draft, _RAISED)
         problem = _late_problem(made, shape, device)
         if problem is None:
-            drafts: torch.Tensor = made.clamp(0, self._vocab_size - 1)
+            drafts: torch.Tensor = made.to(torch.int64).clamp(0, self._vocab_size - 1)
             return drafts
         self.num_refused += shape[0]
         if made is not _RAISED:

@@ -128,7 +128,7 @@ class DraftBudget:
     def balance(self) -> float:
         """Plain steps, of the size of the last one, that may still be lost."""
         lost = self._window.lost
-        return self._limit - (lost / self._plain_s if self._plain_s else lost)
+        return self._limit - (lost / self._plain_s if self._plain_s else 0.0)
 
     @property
     def _limit(self) -> float:
@@ -139,7 +139,7 @@ class DraftBudget:
         if self._num_steps < _FIRST_STEPS:
             return _FIRST_LIMIT * usual
         idle = self._least_idle / self._plain_s
-        return max(_LEAST_LIMIT * usual, _LIMIT * usual - NUM_STEPS * (idle + _SHADOW))
+        return max(_LEAST_LIMIT * usual, _LIMIT * usual - NUM_STEPS * (idle + _SHADOW * usual))
 
     @property
     def _usual_idle(self) -> float:

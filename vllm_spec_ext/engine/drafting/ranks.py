@@ -178,11 +178,14 @@ class Ranks:
 
         What cannot be computed (a shape that no layer takes) cannot be on rank 0 either, whose
         proposer loses the drafts of the step for it. The step is decided all the same: a rank that
-        left here would take the next step's messages for those of this one.
+        left here would take the next step's messages for those of this one. Without memory a rank
+        may be alone, and rank 0 waits for it in vain: then the engine ends.
         """
         try:
             with torch.inference_mode():
                 work()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             kind = type(error).__name__
             if kind not in self._failures:

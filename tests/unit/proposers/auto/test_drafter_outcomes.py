@@ -26,13 +26,11 @@ def tree() -> Draft:
 @pytest.mark.parametrize(
     ("said", "num_drafted", "accepted"),
     [
-        ([9], 1, ()),  # nothing is known of what is deeper, in the prefix that it believes in
-        ([1], 1, (0,)),
-        ([1, 2], 2, (0, 1)),
+        ([9], 6, ()),
         ([1, 2, 4], 6, (0, 1, 3)),
         ([1, 2, 3, 7], 6, (0, 1, 2)),
         ([5, 6, 8], 6, (4, 5)),
-        ([5, 9], 2, ()),
+        ([5, 9], 6, (4,)),
     ],
 )
 def test_a_tree_is_judged_as_far_as_is_known(
@@ -43,6 +41,14 @@ def test_a_tree_is_judged_as_far_as_is_known(
     told = outcomes.follow([request([7, 8, *said])])
     assert told == [StepOutcome("r", num_drafted, len(accepted), accepted)]
     assert outcomes.follow([request([7, 8, *said])]) == []  # once
+
+
+def test_nothing_is_told_while_the_end_is_not_known() -> None:
+    outcomes = DrafterOutcomes()
+    outcomes.keep([request([7, 8])], [tree()])
+    assert outcomes.follow([request([7, 8, 1])]) == []
+    assert outcomes.follow([request([7, 8, 1, 2])]) == []
+    assert outcomes.follow([request([7, 8, 1, 2, 9])]) == [StepOutcome("r", 6, 2, (0, 1))]
 
 
 def test_each_request_has_its_own() -> None:
