@@ -11,7 +11,7 @@ authors of proposers want to see it.
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -103,11 +103,11 @@ class Barrier:
         """
         import torch
 
-        made: Any = self.call("draft", draft, _RAISED)
+        made = self.call("draft", draft, _RAISED)
         problem = _late_problem(made, shape, device)
         if problem is None:
-            drafts: torch.Tensor = made.to(torch.int64).clamp(0, self._vocab_size - 1)
-            return drafts
+            drafts = cast("torch.Tensor", made)
+            return drafts.to(torch.int64).clamp(0, self._vocab_size - 1)
         self.num_refused += shape[0]
         if made is not _RAISED:
             self._report("late drafts", problem)
