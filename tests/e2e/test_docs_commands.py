@@ -324,7 +324,7 @@ def test_documented_metrics_exist_and_move() -> None:
 def test_live_view() -> None:
     shown = server_runs()["top"]
     assert shown.returncode == 0, shown.stderr
-    assert "input_copy (exact)" in shown.stdout
+    assert "auto (exact)" in shown.stdout
 
 
 def test_dashboard_asks_for_metrics_that_exist() -> None:
