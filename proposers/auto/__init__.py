@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from vllm_spec_ext.options import MethodOptions, RequestOptions
-from vllm_spec_ext.proposers.auto.drafter_outcomes import DrafterOutcomes
 from vllm_spec_ext.proposers.auto.drafter_payoff import DrafterPayoff
 from vllm_spec_ext.proposers.auto.late_auto import LateAuto, why_not_late
 from vllm_spec_ext.proposers.auto.options import AutoOptions
@@ -37,6 +36,7 @@ from vllm_spec_ext.proposers.candidates.given_drafts import given_by
 from vllm_spec_ext.proposers.candidates.lookup import Candidates, Lookup
 from vllm_spec_ext.proposers.candidates.node_choice import expected_gain
 from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT
+from vllm_spec_ext.proposers.followed_drafts import FollowedDrafts
 from vllm_spec_ext.proposers.inner_method import asked_of
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions, InputCopyRequest
@@ -82,7 +82,7 @@ class Auto(BaseProposer):
             every_step=inner.every_step,
         )
         self._drafts_by_level = False  # each further level takes a pass, which has to pay
-        self._outcomes = DrafterOutcomes()
+        self._followed = FollowedDrafts()
         self._late: InputCopy | None = None  # drafts alone, where the scheduler does not wait
         self._payoff = DrafterPayoff()
         self._value = TokenSeconds()
@@ -152,7 +152,7 @@ class Auto(BaseProposer):
             return self._late.propose(step)
         prices = self._value.begin(step)
         if self._drafter is not None:
-            self._drafter.observe(self._outcomes.follow(step.requests))
+            self._drafter.observe(self._followed.follow(step.requests))
         for request in step.requests:
             if request.options.enabled:
                 self._lookup.follow(request, cast(InputCopyRequest, request.options).remember)
@@ -181,7 +181,7 @@ class Auto(BaseProposer):
         for request_id in request_ids:
             self._lookup.finish(request_id)
             self._drafts.calibration.forget(request_id)
-        self._outcomes.forget(request_ids)
+        self._followed.forget(request_ids)
         for source in (self._copy, self._drafter, self._late):
             if source is not None:
                 source.finish(request_ids)
@@ -239,7 +239,7 @@ class Auto(BaseProposer):
         self._value.spend(seconds)
         if self._drafts_by_level and not any(map(len, drafted)):
             return  # by what it knows itself no pass pays
-        self._outcomes.keep(step.requests, drafted)
+        self._followed.keep(step.requests, drafted)
         trees[:] = self._grow(step, copies, drafted)
         after = [_worth(trees[row], least) for row in rows]
         self._payoff.asked(before, after, seconds)

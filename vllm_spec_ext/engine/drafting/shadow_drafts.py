@@ -9,17 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_spec_ext.proposers.base import Draft, RequestStep, StepOutcome
-from vllm_spec_ext.proposers.draft_tree import agreeing_path, parents_of
+from vllm_spec_ext.proposers.followed_drafts import FollowedDrafts
 
 MOST_TOKENS = 8  # of a request; to be followed over as many steps
-
-
-@dataclass
-class _Followed:
-    tokens: list[int]
-    parents: list[int]
-    start: int  # tokens of the request when it was made
-    accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class ShadowDrafts:
 
     def __init__(self) -> None:
         """None yet."""
-        self._followed: dict[str, _Followed] = {}
+        self._followed = FollowedDrafts()
         self._is_open = False  # the whole is not told yet
         self._num_requests = self._num_drafted = self._num_accepted = 0
 
@@ -46,11 +38,7 @@ class ShadowDrafts:
 
     def keep(self, requests: Sequence[RequestStep], drafts: Sequence[Draft]) -> None:
         """Follow these from now on; the end of empty ones is known."""
-        for request, draft in zip(requests, drafts, strict=True):
-            if len(draft):
-                self._followed[request.request_id] = _Followed(
-                    draft.tokens.tolist(), parents_of(draft), len(request.token_ids)
-                )
+        self._followed.keep(requests, drafts)
         self._is_open = True
         self._num_requests = len(requests)
         self._num_drafted = sum(map(len, drafts))
@@ -66,21 +54,8 @@ class ShadowDrafts:
         """
         if not self._is_open:
             return [], None
-        outcomes = []
-        for request in requests:
-            draft = self._followed.get(request.request_id)
-            if draft is None:
-                continue
-            said = request.token_ids[draft.start :].tolist()
-            nodes = agreeing_path(draft.tokens, draft.parents, said)
-            draft.accepted = len(nodes)
-            if len(nodes) == len(said) and _has_children(draft.parents, nodes):
-                continue
-            del self._followed[request.request_id]
-            self._num_accepted += len(nodes)
-            outcomes.append(
-                StepOutcome(request.request_id, len(draft.tokens), len(nodes), tuple(nodes))
-            )
+        outcomes = self._followed.follow(requests)
+        self._num_accepted += sum(outcome.num_accepted for outcome in outcomes)
         if self._followed:
             return outcomes, None
         self._is_open = False
@@ -88,11 +63,4 @@ class ShadowDrafts:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone: what they had accepted until then is all that is known."""
-        for request_id in request_ids:
-            draft = self._followed.pop(request_id, None)
-            if draft is not None:
-                self._num_accepted += draft.accepted
-
-
-def _has_children(parents: Sequence[int], nodes: Sequence[int]) -> bool:
-    return (nodes[-1] if nodes else -1) in parents
+        self._num_accepted += self._followed.forget(request_ids)

@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, UniformTypeKV
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_spec_ext.errors import UnsupportedError
+from vllm_spec_ext.proposers.late_drafting import padded
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -145,13 +146,9 @@ def check_head_size(group: AttentionGroup, config: "VllmConfig") -> None:
     """
     own = cast(AttentionSpec, group.kv_cache_spec).head_size
     most = config.model_config.get_head_size()
-    if group.backend.get_name() == "TRITON_ATTN" and _padded(own) > _padded(most):
+    if group.backend.get_name() == "TRITON_ATTN" and padded(own) > padded(most):
         raise UnsupportedError(
             f"draft models: found heads of {own} elements beside {most} of the target, which "
             "vLLM's Triton attention has no room for; expected no wider ones, or another "
             "--attention-backend"
         )
-
-
-def _padded(size: int) -> int:
-    return 1 << (size - 1).bit_length()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from vllm_spec_ext.proposers.auto.drafter_outcomes import DrafterOutcomes
 from vllm_spec_ext.proposers.base import EMPTY_DRAFT, Draft, RequestStep, StepOutcome, chain
+from vllm_spec_ext.proposers.followed_drafts import FollowedDrafts
 
 
 def request(tokens: Sequence[int], name: str = "r") -> RequestStep:
@@ -36,7 +36,7 @@ def tree() -> Draft:
 def test_a_tree_is_judged_as_far_as_is_known(
     said: list[int], num_drafted: int, accepted: tuple[int, ...]
 ) -> None:
-    outcomes = DrafterOutcomes()
+    outcomes = FollowedDrafts()
     outcomes.keep([request([7, 8])], [tree()])
     told = outcomes.follow([request([7, 8, *said])])
     assert told == [StepOutcome("r", num_drafted, len(accepted), accepted)]
@@ -44,7 +44,7 @@ def test_a_tree_is_judged_as_far_as_is_known(
 
 
 def test_nothing_is_told_while_the_end_is_not_known() -> None:
-    outcomes = DrafterOutcomes()
+    outcomes = FollowedDrafts()
     outcomes.keep([request([7, 8])], [tree()])
     assert outcomes.follow([request([7, 8, 1])]) == []
     assert outcomes.follow([request([7, 8, 1, 2])]) == []
@@ -52,7 +52,7 @@ def test_nothing_is_told_while_the_end_is_not_known() -> None:
 
 
 def test_each_request_has_its_own() -> None:
-    outcomes = DrafterOutcomes()
+    outcomes = FollowedDrafts()
     requests = [request([7], name) for name in "abc"]
     outcomes.keep(requests, [chain([1, 2]), EMPTY_DRAFT, chain([3])])
     outcomes.forget(["a"])
