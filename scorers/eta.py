@@ -98,6 +98,11 @@ def eta_parameters(
     return _uploaded(epsilon, repeats, device), _uploaded(alpha, repeats, device)
 
 
+def warm_up() -> None:
+    """Compile what a CPU runs (about a second on a cold cache) before the first request."""
+    apply_eta(torch.zeros(1, 4), torch.full((1,), 0.1))
+
+
 def _uploaded(values: Sequence[float], repeats: Tensor, device: torch.device | str) -> Tensor:
     """[sum(repeats)] float32; nobody waits for what the device does until then."""
     rows = torch.tensor(values, dtype=torch.float32).repeat_interleave(repeats)

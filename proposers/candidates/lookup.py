@@ -15,7 +15,7 @@ from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
 from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT, RecycledRows
 from vllm_spec_ext.proposers.candidates.share_numbers import ShareNumbers
 from vllm_spec_ext.proposers.text_index.answer_memory import AnswerMemories
-from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
+from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex, warm_up
 from vllm_spec_ext.proposers.text_index.request_texts import RequestTexts
 
 _SELDOM = 16  # tokens that a request without room says until they are read
@@ -85,6 +85,7 @@ class Lookup:
 
     def _warm_up(self) -> None:
         """Compile now, not in a user's first request."""
+        warm_up()
         rows = RecycledRows(1)
         one = np.zeros((1, NUM_KEPT), np.int32)
         row = NextTokens(np.zeros((1, 2), np.int32), one, one.astype(np.float32))

@@ -38,6 +38,7 @@ from vllm_spec_ext.proposers.base import (
     StepOutcome,
 )
 from vllm_spec_ext.proposers.late_drafting import why_on_host
+from vllm_spec_ext.scorers.eta import warm_up as warm_up_eta
 from vllm_spec_ext.scorers.walk.multi_step import warm_up as warm_up_multi_step
 from vllm_spec_ext.scorers.walk.tree import warm_up as warm_up_walk
 
@@ -154,6 +155,8 @@ class Drafter:
         if self._is_async and self.waits_because is None:
             self._chains_alone, self.num_scratch_blocks = True, 0
         warm_up_walk()
+        if device.type == "cpu":
+            warm_up_eta()
         if self.needs.distributions:
             warm_up_multi_step()
         if not self.ranks.leads:

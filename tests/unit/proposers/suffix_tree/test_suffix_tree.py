@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The method by itself; what the search finds is in ../candidates/test_search.py."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import parse_options
+from vllm_spec_ext.proposers.base import UNSALTED, Draft, EngineHandle, RequestStep, StepContext
+from vllm_spec_ext.proposers.suffix_tree import SuffixTree
+from vllm_spec_ext.proposers.suffix_tree.options import RememberRequest, SuffixTreeOptions
+from vllm_spec_ext.replay import Recording, replay
+
+VOCAB = 500
+
+
+def engine() -> EngineHandle:
+    return EngineHandle(VOCAB, 4096, 8, 16, "none", lambda: None)
+
+
+def started(**given: Any) -> SuffixTree:
+    method = SuffixTree(parse_options(SuffixTreeOptions, given, "suffix_tree"))
+    method.start(engine())
+    return method
+
+
+def words(count: int, seed: int) -> list[int]:
+    return [int(one) for one in np.random.default_rng(seed).integers(3, VOCAB, count)]
+
+
+def drafted(
+    method: SuffixTree, text: list[int], num_prompt: int, name: str = "a", **given: Any
+) -> Draft:
+    new = text[num_prompt:]
+    step = RequestStep(name, np.array(text, np.int32), num_prompt, new, 6, **given)
+    (draft,) = method.propose(StepContext([step]))
+    return draft
+
+
+def test_what_followed_most_often_comes_first() -> None:
+    text = [5, 6, 10, 5, 6, 20, 5, 6, 20, 5, 6, 20, 5, 6]
+    draft = drafted(started(), text, 13, share_group=UNSALTED)
+    assert draft.tokens[0] == 20
+    assert draft.sources is not None
+    assert draft.sources[0] == ("own text",)
+
+
+def test_the_longest_suffix_that_is_looked_up_can_be_set() -> None:
+    # Behind "4 5 6" stands 10; behind "5 6" alone the 20 is more frequent.
+    text = [4, 5, 6, 10, *[9, 5, 6, 20] * 6, 4, 5, 6]
+    firsts = [
+        int(drafted(started(max_ngram=longest), text, len(text) - 1).tokens[0])
+        for longest in (24, 2)
+    ]
+    assert firsts == [10, 20]
+
+
+def test_without_its_own_text_it_draws_on_earlier_answers_alone() -> None:
+    method = started(own_text=False)
+    text = words(8, 0) * 3
+    assert len(drafted(method, text, 16, share_group=UNSALTED).tokens) == 0
+    method.finish(["a"])
+    draft = drafted(method, [3, *text[16:19]], 1, "b", share_group=UNSALTED)
+    assert draft.tokens[0] == text[19]
+    assert draft.sources is not None
+    assert draft.sources[0] == ("earlier answers",)
+
+
+@pytest.mark.parametrize("kept", [65_536, 0])
+def test_earlier_answers_shorten_later_ones_unless_none_are_kept(kept: int) -> None:
+    answer = words(40, 1)
+    again = [Recording(words(10, 2), [5, *answer]), Recording(words(10, 3), [6, *answer])]
+    gained = replay(started(earlier_answers=kept), again, engine()).tokens_per_step
+    assert gained > 1.5 if kept else gained < 1.1
+
+
+def test_a_request_may_keep_its_answer_to_itself() -> None:
+    answer = words(20, 4)
+    for remember, num_nodes in ((True, 6), (False, 0)):
+        method = started(own_text=False)
+        options = RememberRequest(remember=remember)
+        drafted(method, [7, 8, *answer], 2, share_group=UNSALTED, options=options)
+        method.finish(["a"])
+        draft = drafted(method, [9, *answer[:5]], 1, "b", share_group=UNSALTED)
+        assert len(draft.tokens) == num_nodes
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(SpecExtError, match="max_ngram"):
+        started(max_ngram=0)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compiled is compiled while an engine starts, not in a user's first request.
+
+Each case in a process of its own: a kernel that another case compiled would hide that one is
+missing. Two run at a time.
+"""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+PREAMBLE = """
+import sys
+
+from numba.core.dispatcher import Dispatcher
+
+
+def compiled():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm_spec_ext"):
+            for value in vars(module).values():
+                if isinstance(value, Dispatcher):
+                    found[f"{name}.{value.py_func.__name__}"] = len(value.signatures)
+    return found
+
+
+def check(at_start):
+    late = sorted(name for name, count in compiled().items() if count > at_start.get(name, 0))
+    assert any(at_start.values()), "nothing was compiled at all"
+    assert not late, late
+"""
+
+METHOD = """
+import numpy as np
+
+from vllm_spec_ext.options import parse_options
+from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.base import EngineHandle, NextTokens
+from vllm_spec_ext.replay import Recording, replay
+
+method_type = registry.load(sys.argv[1])
+engine = EngineHandle(500, 4096, 8, 16, "none", lambda: None)
+method = method_type(parse_options(method_type.info.options, {}, sys.argv[1]))
+method.start(engine)
+at_start = compiled()
+words = [int(one) for one in np.random.default_rng(0).integers(3, 500, 40)]
+foreseen = {(row,): (words[row % 30 : row % 30 + 8], [0.1] * 8) for row in range(40, 80)}
+text = Recording(words, words + words[5:] + [7, 8, 9], foreseen=foreseen)
+result = replay(method, [text, text], engine)
+assert result.tokens_per_step > 1
+check(at_start)
+"""
+
+ETA = """
+import torch
+
+from vllm_spec_ext.scorers.eta import apply_eta, warm_up
+
+warm_up()
+at_start = compiled()
+apply_eta(torch.randn(3, 64), torch.tensor([0.1, 0.0, 0.2]), torch.tensor([0.0, 0.0, 0.3]))
+check(at_start)
+"""
+
+METHODS = ("input_copy", "adaptive_ngram", "suffix_tree", "recycling", "auto")
+CASES = {**dict.fromkeys(METHODS, METHOD), "eta": ETA}
+
+
+def _failure_of(name: str) -> str:
+    command = [sys.executable, "-c", PREAMBLE + CASES[name], name]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    return f"{name}: {run.stderr[-500:]}" if run.returncode else ""
+
+
+def test_no_kernel_is_compiled_by_a_request() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        failures = [found for found in pool.map(_failure_of, CASES) if found]
+    assert not failures, "\n".join(failures)
