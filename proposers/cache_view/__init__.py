@@ -203,9 +203,9 @@ def _go_on(chains: Sequence[_Chain], logits: "torch.Tensor", least: float) -> No
         )
         tokens = draw(probs, numbers)[:, 0].tolist()
         own = probs.gather(1, torch.tensor(tokens, device=probs.device)[:, None])[:, 0].tolist()
-        for row, token, law, share in zip(drawn, tokens, probs, own, strict=True):
+        for row, token, row_probs, share in zip(drawn, tokens, probs, own, strict=True):
             _add(chains[row], token, share)
-            chains[row].probs.append(law)
+            chains[row].probs.append(row_probs)
     if chosen:
         best = logits[chosen].softmax(dim=-1).max(dim=-1)
         for row, token, share in zip(

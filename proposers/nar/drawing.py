@@ -32,15 +32,15 @@ def drawn_chain(
     before, path = 0, 0.0
     for slot, (ids, rows) in enumerate(zip(found.tokens, found.log_probs, strict=True)):
         row = torch.from_numpy(rows[before if len(rows) > 1 else 0])[None]
-        law = distributions(row, [request.temperature], [request.top_k], [request.top_p])
+        drawn_from = distributions(row, [request.temperature], [request.top_k], [request.top_p])
         # Chance that a target of the same distribution would draw the same token.
-        path += math.log(max(float(law.square().sum() * row.exp().sum()), 1e-30))
+        path += math.log(max(float(drawn_from.square().sum() * row.exp().sum()), 1e-30))
         if path < limit:
             break
-        before = int(draw(law, numbers[slot : slot + 1][None])[0, 0])
+        before = int(draw(drawn_from, numbers[slot : slot + 1][None])[0, 0])
         tokens.append(int(ids[before]))
         reach.append(path)
-        probs[slot, torch.from_numpy(ids).long()] = law[0]
+        probs[slot, torch.from_numpy(ids).long()] = drawn_from[0]
     if not tokens:
         return EMPTY_DRAFT
     return Draft(

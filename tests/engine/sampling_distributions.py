@@ -16,7 +16,7 @@ MAX_TOKENS = 7  # ... out of so many, because a draft holds no more nodes than t
 SAME, DIFFERENT = 1e-3, 1e-6
 
 # Few outcomes each, so that the joint distribution has few cells.
-LAWS: dict[str, dict[str, Any]] = {
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "temperature_1": {"temperature": 1.0, "num_allowed": 4},
     "temperature_0.7": {"temperature": 0.7, "num_allowed": 4},
     "top_k": {"temperature": 1.0, "num_allowed": 6, "top_k": 3},
@@ -36,7 +36,7 @@ class Chances:
         self.tokens = [token for token, _ in ranked if token]
 
     def params(self, distribution: str) -> dict[str, Any]:
-        given = dict(LAWS[distribution])
+        given = dict(DISTRIBUTIONS[distribution])
         num_allowed = given.pop("num_allowed", None)
         if num_allowed:
             # Not the best ones alone: unlikely outcomes must be seen too.
@@ -55,7 +55,7 @@ def first_tokens(
 
 def samples_of(
     make_engine: Callable[..., Any],
-    law: dict[str, Any],
+    sampling: dict[str, Any],
     speculative_config: dict[str, Any] | None = None,
     prompt: Any = PROMPT,
     **sizes: Any,
@@ -64,7 +64,7 @@ def samples_of(
 
     Args:
         make_engine: The fixture.
-        law: Parameters of sampling.
+        sampling: Parameters of sampling.
         speculative_config: Of the engine; None = it decodes plainly, and only these tokens.
         prompt: Of all requests.
         **sizes: Of the engine.
@@ -73,7 +73,7 @@ def samples_of(
     if speculative_config is not None:
         engine["speculative_config"] = speculative_config
     num_tokens = NUM_TOKENS if speculative_config is None else MAX_TOKENS
-    params = sampling_params({**law, "max_tokens": num_tokens})
+    params = sampling_params({**sampling, "max_tokens": num_tokens})
     return first_tokens(make_engine(**engine), [params] * MANY_SAMPLES, prompt=prompt)
 
 

@@ -390,7 +390,7 @@ def test_passes_are_counted_for_the_front_end(
 
 # -- sampling -------------------------------------------------------------------------------------
 
-LAW = {"temperature": 1.3, "top_k": 4, "ignore_eos": True}
+DRAWN = {"temperature": 1.3, "top_k": 4, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -401,7 +401,7 @@ def sample(make_engine: Any) -> Callable[..., list[Hashable]]:
         own = {"method": "cache_view", "draft_on_cpu": True, "adaptive_length": False}
         own |= {"num_speculative_tokens": 3, **VIEWS.get(name, {}), **options}
         config = None if name == "plain" else own
-        return samples_of(make_engine, LAW, config, LONG_PROMPT, **LONG_PROMPT_SIZES)
+        return samples_of(make_engine, DRAWN, config, LONG_PROMPT, **LONG_PROMPT_SIZES)
 
     return draw
 
@@ -436,7 +436,7 @@ def test_draws_with_another_distribution_are_found_out(
 ) -> None:
     """The control of the test above: the likeliest token with the probabilities of a draw."""
     monkeypatch.setattr(
-        drawing, "draw", lambda law, numbers: law.argmax(-1, keepdim=True).int().numpy()
+        drawing, "draw", lambda probs, numbers: probs.argmax(-1, keepdim=True).int().numpy()
     )
     assert same_distribution_p_value(plain_sample, sample("stream")) < DIFFERENT
 

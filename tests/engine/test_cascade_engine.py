@@ -265,7 +265,7 @@ def test_a_seeded_text_does_not_depend_on_drafts(engines: Any, plain: Any) -> No
 
 
 # Few outcomes, all of them likely; drafts are filtered alike, so that they hit these often.
-LAW = {"temperature": 0.9, "top_k": 4, "ignore_eos": True}
+DRAWN = {"temperature": 0.9, "top_k": 4, "ignore_eos": True}
 SAMPLED: dict[str, dict[str, Any]] = {
     "copies": {
         "levels": [{"method": "input_copy", "source": "prompt"}, {"model": "near", "reviews": 2}],
@@ -289,7 +289,7 @@ def sample(make_engine: Any, drafts: dict[str, str]) -> Callable[[str], list[Has
 
     def draw(name: str) -> list[Hashable]:
         config = None if name == "plain" else with_folders(SAMPLED[name], drafts)
-        return samples_of(make_engine, LAW, config)
+        return samples_of(make_engine, DRAWN, config)
 
     return draw
 

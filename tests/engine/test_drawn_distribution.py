@@ -15,7 +15,7 @@ from generation import sampling_params
 from homogeneity import same_distribution_p_value
 from sampling_distributions import (
     DIFFERENT,
-    LAWS,
+    DISTRIBUTIONS,
     MAX_TOKENS,
     NUM_SAMPLES,
     NUM_TOKENS,
@@ -105,7 +105,7 @@ def acceptance(engines: dict[str, Any]) -> float:
     ("distribution", "options"),
     [
         *((distribution, {"parents": CHAIN}) for distribution in ("temperature_1", "top_k")),
-        *((distribution, {}) for distribution in LAWS),
+        *((distribution, {}) for distribution in DISTRIBUTIONS),
         *(
             (distribution, {"drawn": "without_replacement"})
             for distribution in ("temperature_1", "top_p")

@@ -363,7 +363,7 @@ def test_copies_can_be_switched_off(
 
 
 # Few outcomes, all of them likely; drafts are made of the same tokens, so that they hit these.
-LAW = {"temperature": 0.9, "allowed_token_ids": [40, 42, 44], "ignore_eos": True}
+DRAWN = {"temperature": 0.9, "allowed_token_ids": [40, 42, 44], "ignore_eos": True}
 SAMPLED: dict[str, dict[str, Any]] = {
     "chosen": {"num_speculative_tokens": 3},
     "tree": {"tree": True, "num_speculative_tokens": 8},
@@ -396,7 +396,7 @@ def sample(
 
     def draw(name: str) -> list[Hashable]:
         own = {"method": "nar", "model": str(folder), "adaptive_length": False}
-        return samples_of(make_engine, LAW, None if name == "plain" else own | SAMPLED[name])
+        return samples_of(make_engine, DRAWN, None if name == "plain" else own | SAMPLED[name])
 
     return draw
 
@@ -430,7 +430,7 @@ def test_draws_with_another_distribution_are_found_out(
 ) -> None:
     """The control of the test above: the likeliest token with the probabilities of a draw."""
     monkeypatch.setattr(
-        drawing, "draw", lambda law, numbers: law.argmax(-1, keepdim=True).int().numpy()
+        drawing, "draw", lambda probs, numbers: probs.argmax(-1, keepdim=True).int().numpy()
     )
     assert same_distribution_p_value(plain_sample, sample("drawn")) < DIFFERENT
 

@@ -15,7 +15,7 @@ from generation import ALWAYS_DRAFT, sampling_params
 from homogeneity import same_distribution_p_value
 from sampling_distributions import (
     DIFFERENT,
-    LAWS,
+    DISTRIBUTIONS,
     NUM_SAMPLES,
     NUM_TOKENS,
     SAME,
@@ -118,7 +118,7 @@ def test_plain_sampling_agrees_with_itself(
 @pytest.mark.parametrize(
     ("kind", "distribution"),
     [
-        *(("tree", distribution) for distribution in LAWS),
+        *(("tree", distribution) for distribution in DISTRIBUTIONS),
         ("unlikely_chain", "temperature_1"),
         ("unlikely_chain", "top_k"),
     ],

@@ -191,7 +191,7 @@ def test_what_does_not_pay_runs_no_pass(
 
 
 # Few outcomes, all of them likely; drafts are filtered alike, so that they hit these often.
-LAW = {"temperature": 0.9, "top_k": 4, "ignore_eos": True}
+DRAWN = {"temperature": 0.9, "top_k": 4, "ignore_eos": True}
 SAMPLED: dict[str, dict[str, Any]] = {
     "chain": {"method": "small_model", "model": "near", "num_speculative_tokens": 3},
     "tree": {
@@ -238,7 +238,7 @@ def sample(
 
     def draw(name: str) -> list[Hashable]:
         config = None if name == "plain" else with_folders(SAMPLED[name], drafts)
-        return samples_of(make_engine, LAW, config)
+        return samples_of(make_engine, DRAWN, config)
 
     return draw
 

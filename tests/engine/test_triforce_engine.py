@@ -169,7 +169,7 @@ def test_it_drafts_nothing_on_cpus_unless_told_to(
 
 # -- sampling -------------------------------------------------------------------------------------
 
-LAW = {"temperature": 1.3, "top_k": 4, "ignore_eos": True}
+DRAWN = {"temperature": 1.3, "top_k": 4, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def sample(make_engine: Any, near: str) -> Callable[[str], list[Hashable]]:
     def draw(name: str) -> list[Hashable]:
         drafts = {"levels": [{"model": near}, PART], "tokens": [3], "num_speculative_tokens": 4}
         config = None if name == "plain" else TRIFORCE | drafts
-        return samples_of(make_engine, LAW, config, LONG_PROMPT, **LONG_PROMPT_SIZES)
+        return samples_of(make_engine, DRAWN, config, LONG_PROMPT, **LONG_PROMPT_SIZES)
 
     return draw
 

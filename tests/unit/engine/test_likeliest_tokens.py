@@ -2,25 +2,49 @@
 """What the target foresees at the rows of a step, and behind which two tokens."""
 
 import numpy as np
+import pytest
 import torch
 
 from vllm_spec_ext.engine.verifying.likeliest_tokens import LikeliestTokens
 
 
-def test_tokens_and_probabilities_are_those_of_the_softmax() -> None:
-    logits = torch.randn(5, 301, generator=torch.Generator().manual_seed(0)) * 4
-    before = logits.clone()
+# Few rows are read by a loop of our own, many by torch; 301 columns are too few for it.
+@pytest.mark.parametrize(("rows", "columns"), [(1, 49152), (5, 49157), (33, 1000), (5, 301)])
+@pytest.mark.parametrize("scale", [0.5, 4.0, 60.0])
+def test_tokens_and_probabilities_are_those_of_the_softmax(
+    rows: int, columns: int, scale: float
+) -> None:
+    wide = torch.randn(rows, columns + 7, generator=torch.Generator().manual_seed(0)) * scale
+    logits = wide[:, :columns]  # as of a vocabulary that is padded
+    logits[:, 3:60] = -torch.inf
+    before = wide.clone()
     found = LikeliestTokens.of(logits, 8)
-    expected = logits.softmax(-1).topk(8)
-    torch.testing.assert_close(found.probs, expected.values)
-    assert torch.equal(found.tokens, expected.indices)
-    assert torch.equal(logits, before)
-    assert LikeliestTokens.of(logits[:, :3].bfloat16(), 8).tokens.shape == (5, 3)
+    expected = logits.double().softmax(-1).topk(8)
+    torch.testing.assert_close(found.probs, expected.values.float(), rtol=2e-5, atol=1e-30)
+    assert torch.equal(found.tokens, expected.indices.int())
+    assert found.tokens.dtype == torch.int32
+    assert torch.equal(wide, before)
+
+
+def test_all_are_named_where_there_are_fewer() -> None:
+    assert LikeliestTokens.of(torch.randn(5, 3).bfloat16(), 8).tokens.shape == (5, 3)
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, torch.nan])
+def test_rows_that_say_nothing_name_tokens_all_the_same(fill: float) -> None:
+    """A grammar or a broken model may leave nothing; what is named lies in the vocabulary."""
+    logits = torch.full((2, 1024), fill)
+    logits[1, 700] = 2.0
+    found = LikeliestTokens.of(logits, 8)
+    assert ((found.tokens >= 0) & (found.tokens < 1024)).all()
+    if fill == -torch.inf:
+        assert found.tokens[1, 0] == 700
+        assert found.probs[1].tolist() == [1.0, *[0.0] * 7]
 
 
 def test_rows_belong_to_their_requests_and_contexts() -> None:
     rows = torch.arange(8)
-    found = LikeliestTokens(rows[:, None], rows[:, None].float())
+    found = LikeliestTokens(rows[:, None].int(), rows[:, None].float())
     histories = [(1, 2), (-1, -1), (-1, 9), (3, 4)]  # the second is in mid-prefill
     drafts = [[10, 11, 12], [], [], [-1]]  # the last one has a placeholder
     trees = [[-1, 0, 0], None, None, None]
@@ -39,7 +63,7 @@ def test_rows_belong_to_their_requests_and_contexts() -> None:
 
 
 def test_a_chain_needs_no_parents() -> None:
-    found = LikeliestTokens(torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, 1))
+    found = LikeliestTokens(torch.zeros(3, 1, dtype=torch.int32), torch.zeros(3, 1))
     (chain,) = found.of_requests([(7, 8)], [[1, 2]], [None])
     assert chain is not None
     assert chain.contexts.tolist() == [[7, 8], [8, 1], [1, 2]]
@@ -48,7 +72,7 @@ def test_a_chain_needs_no_parents() -> None:
 def test_what_fills_a_tree_up_says_nothing() -> None:
     """An asynchronous scheduler has as many rows verified whatever was drafted."""
     rows = torch.arange(6)
-    found = LikeliestTokens(rows[:, None], rows[:, None].float())
+    found = LikeliestTokens(rows[:, None].int(), rows[:, None].float())
     (tree,) = found.of_requests([(7, 8)], [[1, 2, 3, -1, -1]], [[-1, -1, 1]])
     assert tree is not None
     assert tree.contexts.tolist() == [[7, 8], [8, 1], [8, 2], [2, 3]]

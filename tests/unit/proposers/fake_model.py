@@ -14,12 +14,12 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
 )
 
-Law = Callable[[Sequence[int]], np.ndarray]
+NextLogits = Callable[[Sequence[int]], np.ndarray]
 """Text so far -> [vocab] logits of the next token."""
 
 
-def second_order(table: np.ndarray) -> Law:
-    """A law of the last two tokens, so that a branch that read another path is found out.
+def second_order(table: np.ndarray) -> NextLogits:
+    """Of the last two tokens, so that a branch that read another path is found out.
 
     Args:
         table: [vocab, vocab, vocab] logits.
@@ -27,8 +27,8 @@ def second_order(table: np.ndarray) -> Law:
     return lambda text: table[text[-2], text[-1]]
 
 
-def random_law(seed: int, vocab_size: int, sharpness: float = 2.0) -> Law:
-    """Some law."""
+def random_next_logits(seed: int, vocab_size: int, sharpness: float = 2.0) -> NextLogits:
+    """Some next logits."""
     shape = (vocab_size, vocab_size, vocab_size)
     return second_order(np.random.default_rng(seed).normal(0, sharpness, shape))
 
@@ -42,11 +42,11 @@ class FakeBranch(Branch):
 
 
 class FakeModel:
-    """Predicts by a law; counts its passes."""
+    """Predicts by next logits; counts its passes."""
 
     def __init__(
         self,
-        law: Law,
+        next_logits: NextLogits,
         vocab_size: int,
         *,
         name: str = "fake",
@@ -58,7 +58,7 @@ class FakeModel:
         """Set up its limits.
 
         Args:
-            law: What it predicts.
+            next_logits: What it predicts.
             vocab_size: Of its logits.
             name: In pictures and metrics.
             max_model_len: Longest text.
@@ -66,7 +66,7 @@ class FakeModel:
             most_read: Drafted tokens that a branch has room for.
             seconds: Of a pass over so many tokens; None = never measured.
         """
-        self.law, self.vocab_size, self.name = law, vocab_size, name
+        self.next_logits, self.vocab_size, self.name = next_logits, vocab_size, name
         self.max_model_len, self.num_forks, self.most_read = max_model_len, num_forks, most_read
         self.seconds = seconds
         self.step = 0
@@ -134,7 +134,7 @@ class FakeModel:
     def logits(self, branches: Sequence[Branch]) -> torch.Tensor:
         own = [self._own(branch) for branch in branches]
         assert all(branch.alive for branch in own), "logits of a dead branch are void"
-        return torch.from_numpy(np.stack([self.law(branch.text) for branch in own])).float()
+        return torch.from_numpy(np.stack([self.next_logits(branch.text) for branch in own])).float()
 
     def all_logits(self, branch: Branch) -> torch.Tensor:
         raise AssertionError("trees read one token at a time")
@@ -146,7 +146,7 @@ class FakeModel:
         return None if self.seconds is None else self.seconds(num_rows)
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        raise NotImplementedError("a law has no weights")
+        raise NotImplementedError("next logits has no weights")
 
     def _own(self, branch: Branch) -> FakeBranch:
         assert isinstance(branch, FakeBranch)

@@ -9,16 +9,16 @@ import torch
 from vllm_spec_ext.proposers.base import EngineHandle, RequestStep, ViewSpec
 from vllm_spec_ext.proposers.views import ReadFacts
 
-Law = Callable[[Sequence[int]], np.ndarray]
+NextLogits = Callable[[Sequence[int]], np.ndarray]
 """Text so far -> [vocab] logits of the next token."""
 
 
 class FakeView:
-    """Predicts by a law; counts its passes."""
+    """Predicts by next logits; counts its passes."""
 
     def __init__(
         self,
-        law: Law,
+        next_logits: NextLogits,
         *,
         budget: int = 8,
         fixed: int = 100,
@@ -29,14 +29,19 @@ class FakeView:
         """Set it up.
 
         Args:
-            law: What it predicts.
+            next_logits: What it predicts.
             budget: Tokens in sight.
             fixed: What a pass costs beside KV, in tokens.
             seconds: That a pass takes, as measured.
             most_room: Tokens that it can read for a request.
             refuses: Requests that cannot take part.
         """
-        self.law, self.budget, self.seconds, self.most_room = law, budget, seconds, most_room
+        self.next_logits, self.budget, self.seconds, self.most_room = (
+            next_logits,
+            budget,
+            seconds,
+            most_room,
+        )
         self.spec = ViewSpec("fake", "stream", budget)
         self.reads = ReadFacts(fixed * 10, 10)
         self.refuses = refuses
@@ -82,7 +87,7 @@ class FakeRound:
                 assert some[0] == self._roots[place]
             for token in some:
                 text.append(token)
-                logits.append(torch.from_numpy(self._view.law(text)).float())
+                logits.append(torch.from_numpy(self._view.next_logits(text)).float())
             self._last[place] = len(some)
             assert len(text) <= self._ends[place]
         self._view.passes.append(len(logits))

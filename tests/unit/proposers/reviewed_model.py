@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fake_model import FakeBranch, FakeModel, Law
+from fake_model import FakeBranch, FakeModel, NextLogits
 
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import (
@@ -24,10 +24,10 @@ from vllm_spec_ext.proposers.base import (
 
 
 class ReviewedModel(FakeModel):
-    """Predicts by a law, and checks that it is read as a trunk is."""
+    """Predicts by next logits, and checks that it is read as a trunk is."""
 
-    def __init__(self, law: Law, vocab_size: int, **more: Any) -> None:
-        super().__init__(law, vocab_size, **more)
+    def __init__(self, next_logits: NextLogits, vocab_size: int, **more: Any) -> None:
+        super().__init__(next_logits, vocab_size, **more)
         self.chunks: list[list[int]] = []  # tokens that each request reads, of each pass
         self._lasts: dict[int, tuple[int, int]] = {}  # branch -> length before and behind its pass
         self._synced_at: dict[int, int] = {}  # by request
@@ -69,7 +69,7 @@ class ReviewedModel(FakeModel):
         assert own.alive
         before, behind = self._lasts[id(own)]
         assert behind == own.length, "was rewound"
-        rows = [self.law(own.text[:end]) for end in range(before, behind)]
+        rows = [self.next_logits(own.text[:end]) for end in range(before, behind)]
         return torch.from_numpy(np.reshape(rows, (len(rows), self.vocab_size))).float()
 
     def read_logits(self, branch: Branch) -> torch.Tensor:
@@ -77,7 +77,7 @@ class ReviewedModel(FakeModel):
         assert own.alive
         before, behind = self._lasts[id(own)]
         assert before < behind == own.length, "was rewound"
-        rows = [self.law(own.text[:end]) for end in range(before + 1, behind + 1)]
+        rows = [self.next_logits(own.text[:end]) for end in range(before + 1, behind + 1)]
         return torch.from_numpy(np.stack(rows)).float()
 
     def _own(self, branch: Branch) -> FakeBranch:

@@ -11,7 +11,7 @@ from vllm_spec_ext.scorers.walk.tree import walk_samples
 
 VOCAB = 4
 NUM_RUNS = 60_000
-LAWS = {
+DISTRIBUTIONS = {
     "near": ([0.4, 0.3, 0.2, 0.1], [0.35, 0.35, 0.2, 0.1]),
     "far": ([0.05, 0.05, 0.1, 0.8], [0.7, 0.2, 0.05, 0.05]),
     "disjoint": ([0.5, 0.5, 0.0, 0.0], [0.0, 0.1, 0.3, 0.6]),
@@ -69,10 +69,10 @@ def first_token_counts(
     return np.bincount(found.emitted[:, 0], minlength=VOCAB)
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("drawn", ["iid", "without_replacement", "one_hot"])
 def test_first_token_follows_the_target(name: str, drawn: Drawn) -> None:
-    p, q = LAWS[name]
+    p, q = DISTRIBUTIONS[name]
     how = "top" if drawn == "one_hot" else drawn
     assert fits(first_token_counts(p, q, how, drawn), np.array(p))
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_model import random_law
+from fake_model import random_next_logits
 from fake_view import FakeView, engine_of
 from pydantic import ValidationError
 
@@ -21,7 +21,7 @@ from vllm_spec_ext.proposers.cache_view.options import CacheViewOptions
 from vllm_spec_ext.proposers.views import ReadFacts
 
 VOCAB = 12
-LAW = random_law(3, VOCAB)
+NEXT_LOGITS = random_next_logits(3, VOCAB)
 PLAIN = 0.010  # seconds of a plain step
 
 
@@ -39,24 +39,26 @@ def request(name: str = "a", length: int = 30, room: int = 4, **more: Any) -> Re
 def greedy(text: Sequence[int], number: int) -> list[int]:
     made: list[int] = []
     for _ in range(number):
-        made.append(int(LAW([*text, *made]).argmax()))
+        made.append(int(NEXT_LOGITS([*text, *made]).argmax()))
     return made
 
 
 def test_a_chain_of_likeliest_tokens() -> None:
-    view = FakeView(LAW)
+    view = FakeView(NEXT_LOGITS)
     (draft,) = started(view).propose(StepContext([request()]))
     assert draft.tokens.tolist() == greedy(request().token_ids.tolist(), 4)
     assert draft.parents is None
     assert draft.probs is None
     assert view.passes == [1] * 4
-    shares = [torch.from_numpy(LAW([*request().token_ids, *draft.tokens[:i]])) for i in range(4)]
+    shares = [
+        torch.from_numpy(NEXT_LOGITS([*request().token_ids, *draft.tokens[:i]])) for i in range(4)
+    ]
     expected = np.cumprod([float(share.softmax(-1).max()) for share in shares])
     assert draft.path_probs == pytest.approx(expected, rel=1e-4)
 
 
 def test_requests_of_all_lengths_share_passes() -> None:
-    view = FakeView(LAW, most_room=2)
+    view = FakeView(NEXT_LOGITS, most_room=2)
     requests = [request("a", 30, 4), request("b", 5, 1), request("c", 40, 0), request("d", 33, 2)]
     drafts = started(view).propose(StepContext(requests))
     assert list(map(len, drafts)) == [3, 1, 0, 2]
@@ -66,7 +68,7 @@ def test_requests_of_all_lengths_share_passes() -> None:
 
 
 def test_requests_that_are_left_out_get_nothing() -> None:
-    view = FakeView(LAW, refuses=["b"])
+    view = FakeView(NEXT_LOGITS, refuses=["b"])
     proposer = started(view, min_context=20)
     drafts = proposer.propose(StepContext([request("a"), request("b"), request("c", 19)]))
     assert list(map(len, drafts)) == [4, 0, 0]
@@ -74,7 +76,7 @@ def test_requests_that_are_left_out_get_nothing() -> None:
 
 
 def test_draws_report_the_view_s_probabilities() -> None:
-    view = FakeView(LAW)
+    view = FakeView(NEXT_LOGITS)
     proposer = started(view, num_tokens=1)
     counts = np.zeros(VOCAB)
     for i in range(4000):
@@ -83,11 +85,11 @@ def test_draws_report_the_view_s_probabilities() -> None:
         assert draft.probs is not None
         assert draft.drawn == "iid"
         counts[draft.tokens[0]] += 1
-        law = draft.probs[0].numpy()
-    logits = torch.from_numpy(LAW(request().token_ids.tolist())) / 0.7
+        next_logits = draft.probs[0].numpy()
+    logits = torch.from_numpy(NEXT_LOGITS(request().token_ids.tolist())) / 0.7
     logits[logits < logits.topk(5).values[-1]] = -torch.inf
     expected = logits.softmax(-1).numpy()
-    assert law == pytest.approx(expected, abs=1e-5)
+    assert next_logits == pytest.approx(expected, abs=1e-5)
     assert not counts[expected == 0].any()
     likely = expected > 0
     statistic = ((counts - 4000 * expected)[likely] ** 2 / (4000 * expected[likely])).sum()
@@ -96,16 +98,16 @@ def test_draws_report_the_view_s_probabilities() -> None:
 
 def test_levels_of_a_draw_have_the_distributions_behind_the_drawn_tokens() -> None:
     one = request(temperature=1.0)
-    (draft,) = started(FakeView(LAW)).propose(StepContext([one]))
+    (draft,) = started(FakeView(NEXT_LOGITS)).propose(StepContext([one]))
     assert draft.probs is not None
     for i in range(4):
         text = [*one.token_ids.tolist(), *draft.tokens[:i].tolist()]
-        expected = torch.from_numpy(LAW(text)).softmax(-1).numpy()
+        expected = torch.from_numpy(NEXT_LOGITS(text)).softmax(-1).numpy()
         assert draft.probs[i].numpy() == pytest.approx(expected, abs=1e-5)
 
 
 def test_who_is_drawn_for() -> None:
-    proposer = started(FakeView(LAW))
+    proposer = started(FakeView(NEXT_LOGITS))
     requests = [
         request("greedy"),
         request("drawn", temperature=1.0),
@@ -114,14 +116,16 @@ def test_who_is_drawn_for() -> None:
     drafts = proposer.propose(StepContext(requests))
     assert [draft.probs is not None for draft in drafts] == [False, True, False]
     assert drafts[2].tokens.tolist() == drafts[0].tokens.tolist()
-    chosen = started(FakeView(LAW), draw=False).propose(StepContext(requests))
+    chosen = started(FakeView(NEXT_LOGITS), draw=False).propose(StepContext(requests))
     assert all(draft.probs is None for draft in chosen)
     assert not CacheView(CacheViewOptions(draw=False)).needs.distributions
 
 
 def test_the_same_request_is_drafted_the_same() -> None:
     one = request(temperature=1.0)
-    first, second = (started(FakeView(LAW)).propose(StepContext([one]))[0] for _ in range(2))
+    first, second = (
+        started(FakeView(NEXT_LOGITS)).propose(StepContext([one]))[0] for _ in range(2)
+    )
     assert first.tokens.tolist() == second.tokens.tolist()
 
 
@@ -151,7 +155,7 @@ def serve(
 
 def sure(text: Sequence[int]) -> np.ndarray:
     logits = np.zeros(VOCAB)
-    logits[int(LAW(text).argmax())] = 20.0
+    logits[int(NEXT_LOGITS(text).argmax())] = 20.0
     return logits
 
 
@@ -240,7 +244,7 @@ def test_unlikely_tokens_end_a_chosen_chain_and_no_drawn_one() -> None:
 
 
 def test_outcomes_that_do_not_come_are_forgotten() -> None:
-    proposer = started(FakeView(LAW))
+    proposer = started(FakeView(NEXT_LOGITS))
     proposer.propose(StepContext([request("a"), request("b")]))
     proposer.finish(["a"])
     assert set(proposer._gate._pending) == {"b"}
@@ -250,7 +254,7 @@ def test_outcomes_that_do_not_come_are_forgotten() -> None:
 
 
 def test_it_is_off_on_cpus(caplog: pytest.LogCaptureFixture) -> None:
-    view = FakeView(LAW)
+    view = FakeView(NEXT_LOGITS)
     engine = replace(engine_of([view], VOCAB), device=torch.device("cpu"))
     off = CacheView(CacheViewOptions(adaptive_length=False))
     with caplog.at_level(logging.INFO, "vllm.spec_ext"):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_model import Law, engine, random_law, request, step
+from fake_model import NextLogits, engine, random_next_logits, request, step
 from reviewed_model import GUESSES, Guess, ReviewedModel
 from test_cascade_proposer import greedy
 
@@ -15,8 +15,8 @@ from vllm_spec_ext.proposers.base import StepOutcome
 from vllm_spec_ext.proposers.cascade import Cascade
 
 VOCAB = 7
-TARGET = random_law(3, VOCAB)
-WRONG = random_law(4, VOCAB)
+TARGET = random_next_logits(3, VOCAB)
+WRONG = random_next_logits(4, VOCAB)
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +29,14 @@ def _guesses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Served:
-    """A cascade with one model and a greedy target that follows a law."""
+    """A cascade with one model and a greedy target that follows next logits."""
 
     def __init__(
-        self, seconds: Callable[[int], float] | None, *laws: Law, reviews: int = 4
+        self, seconds: Callable[[int], float] | None, *next_probs: NextLogits, reviews: int = 4
     ) -> None:
         self.models = [
-            ReviewedModel(law, VOCAB, seconds=seconds, max_model_len=10**6)
-            for law in laws or (TARGET,)
+            ReviewedModel(next_logits, VOCAB, seconds=seconds, max_model_len=10**6)
+            for next_logits in next_probs or (TARGET,)
         ]
         self.model = self.models[0]
         levels = [{"method": "guess"}, *({"model": "m", "reviews": reviews} for _ in self.models)]
@@ -92,7 +92,7 @@ def test_a_wrong_model_is_stopped_and_tried_seldom() -> None:
     served.run(700, plain_seconds=1.0)
     tries = served.model.num_passes - before
     assert 0 < tries < 80
-    served.model.law = TARGET
+    served.model.next_logits = TARGET
     served.run(1600, plain_seconds=1.0)
     assert served.run(50, plain_seconds=1.0) > 4.0
 
@@ -101,7 +101,7 @@ def test_rounds_of_bad_text_are_not_held_against_good_text() -> None:
     """Two models: while the first is wrong a round takes more passes than could ever pay."""
     served = Served(lambda n: 0.6, WRONG, TARGET, reviews=6)
     served.run(300, plain_seconds=1.0)
-    served.models[0].law = TARGET
+    served.models[0].next_logits = TARGET
     before = served.model.num_passes
     served.run(1500, plain_seconds=1.0)
     assert served.model.num_passes > before

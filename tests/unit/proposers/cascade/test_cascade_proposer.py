@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_model import Law, engine, random_law, request, step
+from fake_model import NextLogits, engine, random_next_logits, request, step
 from reviewed_model import GUESSES, GoingOn, Guess, ReviewedModel
 
 from vllm_spec_ext.errors import SpecExtError
@@ -18,23 +18,23 @@ from vllm_spec_ext.proposers.cascade import Cascade
 from vllm_spec_ext.proposers.cascade.judging import Noise, judge_drawn
 
 VOCAB = 7
-LAW = random_law(3, VOCAB)
+NEXT_LOGITS = random_next_logits(3, VOCAB)
 TEXT = [1, 2, 3]
 
 
-def greedy(law: Law, text: Sequence[int], number: int) -> list[int]:
+def greedy(next_logits: NextLogits, text: Sequence[int], number: int) -> list[int]:
     """What a model says by itself."""
     written = list(text)
     for _ in range(number):
-        written.append(int(law(written).argmax()))
+        written.append(int(next_logits(written).argmax()))
     return written[len(text) :]
 
 
 def right_but(*wrong: int) -> Any:
-    """Foresees what the law says, but at these places."""
+    """Foresees the next logits, but not at these places."""
 
     def foresee(text: list[int], most: int) -> list[int]:
-        found = greedy(LAW, text, most)
+        found = greedy(NEXT_LOGITS, text, most)
         for place in wrong:
             if place < len(found):
                 found[place] = (found[place] + 1) % VOCAB
@@ -56,8 +56,8 @@ def made(*models: ReviewedModel, num_speculative_tokens: int = 16, **given: Any)
     return cascade
 
 
-def model(law: Law = LAW, **more: Any) -> ReviewedModel:
-    return ReviewedModel(law, VOCAB, **more)
+def model(next_logits: NextLogits = NEXT_LOGITS, **more: Any) -> ReviewedModel:
+    return ReviewedModel(next_logits, VOCAB, **more)
 
 
 def levels(*given: Any, method: str = "guess") -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def test_a_right_guess_is_reviewed_in_chunks(monkeypatch: pytest.MonkeyPatch) ->
     one = model()
     cascade = made(one, levels=levels({"reviews": 4}))
     (draft,) = cascade.propose(step(request(TEXT, room=15)))
-    assert draft.tokens.tolist() == greedy(LAW, TEXT, 15)
+    assert draft.tokens.tolist() == greedy(NEXT_LOGITS, TEXT, 15)
     assert draft.probs is None
     # Three passes: the root and four tokens, then the reviewer's own token and four.
     assert one.chunks == [[5], [5], [5]]
@@ -86,13 +86,13 @@ def test_behind_a_rejection_the_guess_is_dropped(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Guess, "foresee", right_but(2))
     one = model()
     (draft,) = made(one, levels=levels({"reviews": 4})).propose(step(request(TEXT, room=6)))
-    assert draft.tokens.tolist() == greedy(LAW, TEXT, 6)
+    assert draft.tokens.tolist() == greedy(NEXT_LOGITS, TEXT, 6)
     # It writes the third token itself, and then has nothing to review.
     assert one.chunks == [[5], [1], [1], [1]]
     two = model()
     ending = made(two, levels=levels({"reviews": 4, "alone": False}))
     (draft,) = ending.propose(step(request(TEXT, room=6)))
-    assert draft.tokens.tolist() == greedy(LAW, TEXT, 3)
+    assert draft.tokens.tolist() == greedy(NEXT_LOGITS, TEXT, 3)
     assert two.chunks == [[5]]
 
 
@@ -102,7 +102,7 @@ def test_a_last_token_is_written_though_a_model_is_never_alone(
     monkeypatch.setattr(Guess, "foresee", right_but())
     cascade = made(model(), levels=levels({"reviews": 4, "alone": False}))
     (draft,) = cascade.propose(step(request(TEXT, room=1)))
-    assert draft.tokens.tolist() == greedy(LAW, TEXT, 1)
+    assert draft.tokens.tolist() == greedy(NEXT_LOGITS, TEXT, 1)
 
 
 def test_where_a_method_has_nothing_the_other_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,12 +116,12 @@ def test_where_a_method_has_nothing_the_other_one_is_asked(monkeypatch: pytest.M
 
 def test_tokens_that_no_model_can_say_are_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt may have ids beyond the vocabulary of the target's logits."""
-    first = greedy(LAW, TEXT, 1)
+    first = greedy(NEXT_LOGITS, TEXT, 1)
     monkeypatch.setattr(Guess, "foresee", staticmethod(lambda text, most: [*first, VOCAB, 1]))
     for method in ("guess", "going_on"):
         cascade = made(model(), levels=levels({"reviews": 3}, method=method))
         (draft,) = cascade.propose(step(request(TEXT, room=4)))
-        assert draft.tokens.tolist() == greedy(LAW, TEXT, 4)
+        assert draft.tokens.tolist() == greedy(NEXT_LOGITS, TEXT, 4)
 
 
 def test_passes_in_vain_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,14 +154,14 @@ def test_a_method_that_goes_on_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(GoingOn(parse_options(GoingOn.info.options, {}, "")), Continues)
     cascade = made(one, levels=levels({"reviews": 4}, method="going_on"))
     (draft,) = cascade.propose(step(request(TEXT, room=9)))
-    assert draft.tokens.tolist() == greedy(LAW, TEXT, 9)
+    assert draft.tokens.tolist() == greedy(NEXT_LOGITS, TEXT, 9)
     assert one.chunks == [[5], [5], [3]]  # three tokens each: two of them guessed
 
 
 def test_methods_are_never_shown_what_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guess, "foresee", right_but(1, 5))
     cascade = made(
-        model(random_law(4, VOCAB)),
+        model(random_next_logits(4, VOCAB)),
         model(),
         levels=levels({"reviews": 2}, {"reviews": 3}, method="going_on"),
     )
@@ -218,14 +218,14 @@ def test_without_an_outcome_the_verdict_of_the_next_level_counts(
 def test_three_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last model decides, whatever the others write; each reads a chunk in one pass."""
     monkeypatch.setattr(Guess, "foresee", right_but())
-    for law in (LAW, random_law(4, VOCAB)):
-        small, base = model(law), model()
+    for next_logits in (NEXT_LOGITS, random_next_logits(4, VOCAB)):
+        small, base = model(next_logits), model()
         cascade = made(
             small, base, levels=levels({"reviews": 2}, {"reviews": 5}, method="going_on")
         )
         (draft,) = cascade.propose(step(request(TEXT, room=12)))
-        assert draft.tokens.tolist() == greedy(LAW, TEXT, 12)
-        if law is LAW:
+        assert draft.tokens.tolist() == greedy(NEXT_LOGITS, TEXT, 12)
+        if next_logits is NEXT_LOGITS:
             assert base.chunks == [[7], [5]]  # two reviews of three tokens below each
             assert small.chunks[:2] == [[3], [3]]
         assert base.num_passes <= small.num_passes
@@ -233,7 +233,7 @@ def test_three_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tokens_by_level() -> None:
     """Horizontal: the large model first, the small one behind it, without a review."""
-    small, large = model(random_law(4, VOCAB)), model()
+    small, large = model(random_next_logits(4, VOCAB)), model()
     cascade = made(
         small,
         large,
@@ -241,8 +241,8 @@ def test_tokens_by_level() -> None:
         tokens=[2, 3],
     )
     (draft,) = cascade.propose(step(request(TEXT, room=12)))
-    first = greedy(LAW, TEXT, 2)
-    assert draft.tokens.tolist() == [*first, *greedy(small.law, [*TEXT, *first], 3)]
+    first = greedy(NEXT_LOGITS, TEXT, 2)
+    assert draft.tokens.tolist() == [*first, *greedy(small.next_logits, [*TEXT, *first], 3)]
     assert large.chunks == [[1], [1]]
     assert small.chunks == [[3], [1], [1]]
     (draft,) = cascade.propose(step(request(TEXT, room=3)))
@@ -252,17 +252,17 @@ def test_tokens_by_level() -> None:
 def test_lenience_takes_what_is_nearly_as_likely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guess, "foresee", staticmethod(lambda text, most: [1] * most))
 
-    def law(text: Sequence[int]) -> np.ndarray:
+    def next_logits(text: Sequence[int]) -> np.ndarray:
         logits = np.full(VOCAB, -9.0)
         logits[0], logits[1] = 0.0, np.log(0.6)  # the guess has 0.6 of the likeliest
         return logits
 
     for lenience, expected in ((1.0, [0]), (0.7, [0]), (0.5, [1, 1, 1, 1, 0])):
         given = levels({"reviews": 4, "alone": False})
-        cascade = made(model(law), levels=given, lenience=lenience)
+        cascade = made(model(next_logits), levels=given, lenience=lenience)
         (draft,) = cascade.propose(step(request(TEXT, room=8)))
         assert draft.tokens.tolist()[: len(expected)] == expected
-        drawn = made(model(law), levels=given, lenience=lenience)
+        drawn = made(model(next_logits), levels=given, lenience=lenience)
         (draft,) = drawn.propose(step(request(TEXT, room=8, temperature=1.0)))
         assert draft.probs is not None  # reviewed exactly
 
@@ -271,9 +271,9 @@ def test_drawn_drafts_have_the_distributions_of_the_last_reviewer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Guess, "foresee", right_but())
-    law = random_law(5, VOCAB, sharpness=1.0)
+    next_logits = random_next_logits(5, VOCAB, sharpness=1.0)
     given = levels({"reviews": 3}, method="going_on")
-    cascade = made(model(law), levels=given, tokens=[6, 2])
+    cascade = made(model(next_logits), levels=given, tokens=[6, 2])
     texts = set()
     for name in range(40):
         asked = request(TEXT, name=str(name), room=8, temperature=1.0)
@@ -283,7 +283,7 @@ def test_drawn_drafts_have_the_distributions_of_the_last_reviewer(
         assert draft.probs is not None
         written = list(TEXT)
         for place, token in enumerate(draft.tokens.tolist()):
-            expected = torch.from_numpy(law(written)).softmax(-1).float()
+            expected = torch.from_numpy(next_logits(written)).softmax(-1).float()
             if draft.sources[place] == ("going_on",):  # type: ignore[index]
                 expected = torch.eye(VOCAB)[token]
             assert draft.probs[place].numpy() == pytest.approx(expected.numpy(), abs=1e-6)
@@ -292,7 +292,7 @@ def test_drawn_drafts_have_the_distributions_of_the_last_reviewer(
     assert len(texts) > 20
     (seeded,) = cascade.propose(step(request(TEXT, room=8, temperature=1.0, seed=3)))
     assert seeded.probs is None
-    (chosen,) = made(model(law), levels=given, draw=False).propose(
+    (chosen,) = made(model(next_logits), levels=given, draw=False).propose(
         step(request(TEXT, room=8, temperature=1.0))
     )
     assert chosen.probs is None
@@ -320,7 +320,7 @@ def test_a_batch_shares_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked.append(request([1, 1], name="none", room=0))
     drafts = made(one, levels=levels({"reviews": 3})).propose(step(*asked))
     for text, draft, room in zip(texts, drafts, (7, 8, 9), strict=False):
-        assert draft.tokens.tolist() == greedy(LAW, text, room)
+        assert draft.tokens.tolist() == greedy(NEXT_LOGITS, text, room)
     assert not len(drafts[3])
     assert one.chunks[:3] == [[4, 4, 4], [3, 4, 4], [1, 1, 1]]
 
@@ -337,16 +337,16 @@ def test_where_a_pass_finds_no_room_the_draft_ends(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Guess, "foresee", right_but())
     one = model(most_read=6)
     (draft,) = made(one, levels=levels({"reviews": 3})).propose(step(request(TEXT, room=12)))
-    assert draft.tokens.tolist() == greedy(LAW, TEXT, 4)
+    assert draft.tokens.tolist() == greedy(NEXT_LOGITS, TEXT, 4)
     small, base = model(most_read=4), model()
     three = made(small, base, levels=levels({"reviews": 2}, {"reviews": 3}))
     (draft,) = three.propose(step(request(TEXT, room=9)))
-    assert draft.tokens.tolist() == greedy(LAW, TEXT, 9)  # the last level writes on alone
+    assert draft.tokens.tolist() == greedy(NEXT_LOGITS, TEXT, 9)  # the last level writes on alone
     # The last level is lost at the first token: what the one below wrote is not the draft's.
     small, base = model(name="small"), model(name="base", most_read=0)
     lost = made(small, base, levels=levels({"reviews": 2}, {"reviews": 3}), tokens=[4, 5])
     (draft,) = lost.propose(step(request(TEXT, room=9)))
-    assert draft.tokens.tolist() == greedy(LAW, TEXT, 9)
+    assert draft.tokens.tolist() == greedy(NEXT_LOGITS, TEXT, 9)
     assert draft.sources == (("small",),) * 9
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import Law, engine, random_law, request, step
+from fake_model import NextLogits, engine, random_next_logits, request, step
 from fake_view import FakeView
 from reviewed_model import ReviewedModel
 from test_cascade_proposer import greedy
@@ -19,14 +19,14 @@ from vllm_spec_ext.proposers.base import StepOutcome
 from vllm_spec_ext.proposers.cascade import Cascade
 
 VOCAB = 7
-LAW, OTHER = random_law(3, VOCAB), random_law(4, VOCAB)
+NEXT_LOGITS, OTHER = random_next_logits(3, VOCAB), random_next_logits(4, VOCAB)
 TEXT = [1, 2, 3, 4, 5, 6, 1, 2, 3]
 SMALL = {"model": "small"}
 VIEW = {"view": "retrieval", "reviews": 2}
 
 
-def made(model: Law | None, *views: FakeView, device: str = "cuda", **given: Any) -> Cascade:
-    """A cascade over these views, and over a small model if it has a law."""
+def made(model: NextLogits | None, *views: FakeView, device: str = "cuda", **given: Any) -> Cascade:
+    """A cascade over these views, and over a small model if it has next logits."""
     given.setdefault("adaptive_length", False)
     given.setdefault("levels", [SMALL, VIEW])
     models = [] if model is None else [ReviewedModel(model, VOCAB, seconds=lambda rows: 1e-3)]
@@ -40,12 +40,14 @@ def texts(cascade: Cascade, *asked: Any) -> list[list[int]]:
     return [draft.tokens.tolist() for draft in cascade.propose(step(*asked))]
 
 
-@pytest.mark.parametrize(("law", "rows"), [(LAW, [3, 3]), (OTHER, None)])
-def test_the_view_reviews_what_the_model_wrote(law: Law, rows: list[int] | None) -> None:
-    view = FakeView(LAW)
-    cascade = made(law, view, tokens=[6])
+@pytest.mark.parametrize(("next_logits", "rows"), [(NEXT_LOGITS, [3, 3]), (OTHER, None)])
+def test_the_view_reviews_what_the_model_wrote(
+    next_logits: NextLogits, rows: list[int] | None
+) -> None:
+    view = FakeView(NEXT_LOGITS)
+    cascade = made(next_logits, view, tokens=[6])
     (draft,) = cascade.propose(step(request(TEXT, room=6)))
-    assert draft.tokens.tolist() == greedy(LAW, TEXT, 6)
+    assert draft.tokens.tolist() == greedy(NEXT_LOGITS, TEXT, 6)
     assert draft.sources == (("fake",),) * 6
     assert rows is None or view.passes == rows
     assert view.passes[0] == 3  # the root and two of the model's
@@ -54,9 +56,9 @@ def test_the_view_reviews_what_the_model_wrote(law: Law, rows: list[int] | None)
 
 
 def test_methods_below_a_view() -> None:
-    view = FakeView(LAW)
+    view = FakeView(NEXT_LOGITS)
     cascade = made(None, view, levels=[{"method": "ngram"}, VIEW])
-    assert texts(cascade, request(TEXT, room=5)) == [greedy(LAW, TEXT, 5)]
+    assert texts(cascade, request(TEXT, room=5)) == [greedy(NEXT_LOGITS, TEXT, 5)]
 
 
 def test_requests_share_passes_and_some_are_left_out() -> None:
@@ -66,35 +68,35 @@ def test_requests_share_passes_and_some_are_left_out() -> None:
         request(TEXT[:5], name="b", room=6),
         request(TEXT[:4], name="c", room=3),
     ]
-    right = [greedy(LAW, TEXT, 6), [], greedy(LAW, TEXT[:4], 3)]
-    view = FakeView(LAW, refuses=["b"])
-    assert texts(made(LAW, view, tokens=[6]), *asked) == right
+    right = [greedy(NEXT_LOGITS, TEXT, 6), [], greedy(NEXT_LOGITS, TEXT[:4], 3)]
+    view = FakeView(NEXT_LOGITS, refuses=["b"])
+    assert texts(made(NEXT_LOGITS, view, tokens=[6]), *asked) == right
     assert view.passes[0] == 2 * 3
-    view = FakeView(LAW, refuses=["b"])
+    view = FakeView(NEXT_LOGITS, refuses=["b"])
     right[1] = greedy(OTHER, TEXT[:5], 6)
     assert texts(made(OTHER, view, tokens=[6, 0]), *asked) == right
 
 
 def test_what_the_view_has_no_room_for_is_not_written() -> None:
-    view = FakeView(LAW, most_room=4)
-    (found,) = texts(made(LAW, view, tokens=[6]), request(TEXT, room=12))
-    assert found == greedy(LAW, TEXT, 3)  # a review of two more would read a fifth
+    view = FakeView(NEXT_LOGITS, most_room=4)
+    (found,) = texts(made(NEXT_LOGITS, view, tokens=[6]), request(TEXT, room=12))
+    assert found == greedy(NEXT_LOGITS, TEXT, 3)  # a review of two more would read a fifth
     assert view.passes == [3]
 
 
 def test_requests_that_the_view_shows_whole_are_not_drafted_for() -> None:
-    view = FakeView(LAW, budget=6)
+    view = FakeView(NEXT_LOGITS, budget=6)
     long, short = request(TEXT, name="long", room=6), request(TEXT[:6], name="short", room=6)
-    found = texts(made(LAW, view, adaptive_length=True), long, short)
+    found = texts(made(NEXT_LOGITS, view, adaptive_length=True), long, short)
     assert len(found[0]) >= 1
     assert found[1] == []
-    assert all(texts(made(LAW, FakeView(LAW, budget=6)), long, short))
+    assert all(texts(made(NEXT_LOGITS, FakeView(NEXT_LOGITS, budget=6)), long, short))
 
 
 def test_a_view_that_is_slow_is_given_up() -> None:
     """Its passes take as long as the target's steps: a round costs more than it brings."""
-    view = FakeView(LAW, seconds=1.0)
-    cascade = made(LAW, view, adaptive_length=True)
+    view = FakeView(NEXT_LOGITS, seconds=1.0)
+    cascade = made(NEXT_LOGITS, view, adaptive_length=True)
     for length in range(10, 70):
         asked = request((TEXT * 10)[:length], room=6)
         (draft,) = cascade.propose(step(asked, plain_seconds=1.0))
@@ -105,7 +107,7 @@ def test_a_view_that_is_slow_is_given_up() -> None:
 def test_it_is_off_on_cpus(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "vllm.spec_ext"):
         levels = [{"method": "adaptive_ngram"}, SMALL, VIEW]
-        cascade = made(LAW, device="cpu", levels=levels)
+        cascade = made(NEXT_LOGITS, device="cpu", levels=levels)
     assert "cascade drafts nothing on this CPU" in caplog.text
     assert "draft_on_cpu" in caplog.text
     asked = request(TEXT, room=6)
@@ -113,12 +115,12 @@ def test_it_is_off_on_cpus(caplog: pytest.LogCaptureFixture) -> None:
     cascade.observe([StepOutcome(asked.request_id, 0, 0)])
     cascade.finish([asked.request_id])
     cascade.close()
-    view = FakeView(LAW)
-    on = made(LAW, view, device="cpu", draft_on_cpu=True)
-    assert texts(on, request(TEXT, room=3)) == [greedy(LAW, TEXT, 3)]
+    view = FakeView(NEXT_LOGITS)
+    on = made(NEXT_LOGITS, view, device="cpu", draft_on_cpu=True)
+    assert texts(on, request(TEXT, room=3)) == [greedy(NEXT_LOGITS, TEXT, 3)]
 
 
-@pytest.mark.parametrize("views", [[], [FakeView(LAW), FakeView(LAW)]])
+@pytest.mark.parametrize("views", [[], [FakeView(NEXT_LOGITS), FakeView(NEXT_LOGITS)]])
 def test_without_an_engine(views: Sequence[FakeView]) -> None:
     with pytest.raises(SpecExtError, match=f"found {len(views)} views of a target, expected 1"):
-        made(LAW, *views)
+        made(NEXT_LOGITS, *views)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from fake_model import FakeModel, engine, random_law, request, step
+from fake_model import FakeModel, engine, random_next_logits, request, step
 
 from vllm_spec_ext.options import parse_options
 from vllm_spec_ext.proposers.base import Draft, StepOutcome
@@ -21,8 +21,8 @@ from vllm_spec_ext.proposers.payoff.forward_payoff import (
 from vllm_spec_ext.proposers.token_tree import TokenTree
 
 VOCAB = 6
-TARGET = random_law(0, VOCAB, sharpness=4.0)
-WRONG = random_law(1, VOCAB, sharpness=4.0)
+TARGET = random_next_logits(0, VOCAB, sharpness=4.0)
+WRONG = random_next_logits(1, VOCAB, sharpness=4.0)
 
 
 class Served:
@@ -63,9 +63,9 @@ class Served:
 
 
 def model(
-    law: Any = TARGET, seconds: Callable[[int], float] | None = None, **more: Any
+    next_logits: Any = TARGET, seconds: Callable[[int], float] | None = None, **more: Any
 ) -> FakeModel:
-    return FakeModel(law, VOCAB, seconds=seconds, max_model_len=10**6, **more)
+    return FakeModel(next_logits, VOCAB, seconds=seconds, max_model_len=10**6, **more)
 
 
 def _always(price: float, num_rows: int) -> float:
@@ -122,7 +122,7 @@ def test_a_model_that_became_right_comes_back() -> None:
     turning = model(WRONG, seconds=lambda n: 0.2)
     served = Served(turning, candidates=1, max_depth=4)
     assert served.run(300, plain_seconds=1.0) < 1.3
-    turning.law = TARGET
+    turning.next_logits = TARGET
     served.run(1600, plain_seconds=1.0)
     assert served.run(50, plain_seconds=1.0) > 3.0
 
@@ -138,7 +138,7 @@ def test_a_second_model_that_adds_nothing_is_dropped() -> None:
 
 
 def test_levels_stop_where_the_model_is_unsure() -> None:
-    flat = random_law(5, VOCAB, sharpness=0.05)  # every token has about a sixth
+    flat = random_next_logits(5, VOCAB, sharpness=0.05)  # every token has about a sixth
 
     def sure_then_unsure(text: Any) -> Any:
         return TARGET(text) * 10 if len(text) % 5 else flat(text)
@@ -201,7 +201,7 @@ def test_draws_that_were_worth_nothing_are_tried_again() -> None:
 
 def test_a_pass_that_finds_nothing_to_draft_counts_as_a_failure() -> None:
     """The model is never sure enough; without drafts there are no outcomes to learn from."""
-    flat = random_law(5, VOCAB, sharpness=0.05)
+    flat = random_next_logits(5, VOCAB, sharpness=0.05)
     unsure = model(flat, seconds=lambda n: 0.1)
     served = Served(unsure, candidates=1)
     served.run(150, plain_seconds=1.0, min_probability=0.6)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_model import FakeModel, engine, random_law, request, step
+from fake_model import FakeModel, engine, random_next_logits, request, step
 
 from vllm_spec_ext.options import parse_options
 from vllm_spec_ext.proposers.base import Draft
@@ -23,8 +23,8 @@ from vllm_spec_ext.scorers.walk.multi_step import draw_uniforms, multi_step
 VOCAB = 6
 NUM_REQUESTS = 5000
 TEXT = [1, 2, 3]
-TARGET = random_law(100, VOCAB, sharpness=1.2)
-OTHERS = [random_law(seed, VOCAB, sharpness=1.2) for seed in (101, 102)]
+TARGET = random_next_logits(100, VOCAB, sharpness=1.2)
+OTHERS = [random_next_logits(seed, VOCAB, sharpness=1.2) for seed in (101, 102)]
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -38,7 +38,10 @@ def target(text: Sequence[int]) -> np.ndarray:
 
 def drafts_of(num_models: int, room: int = 16, **given: Any) -> list[Draft]:
     """Of many requests with the same text and a budget."""
-    models = [FakeModel(law, VOCAB, name=f"m{i}") for i, law in enumerate(OTHERS[:num_models])]
+    models = [
+        FakeModel(next_logits, VOCAB, name=f"m{i}")
+        for i, next_logits in enumerate(OTHERS[:num_models])
+    ]
     names = [model.name for model in models]
     options = parse_options(TokenTree.info.options, {"models": names, **given}, "token_tree")
     proposer = TokenTree(options)
@@ -91,8 +94,8 @@ def fits(counts: np.ndarray) -> bool:
 
 
 def test_draft_and_target_are_far_apart() -> None:
-    for law in OTHERS:
-        distance = 0.5 * np.abs(target(TEXT) - softmax(law(TEXT))).sum()
+    for next_logits in OTHERS:
+        distance = 0.5 * np.abs(target(TEXT) - softmax(next_logits(TEXT))).sum()
         assert distance > 0.3
 
 
@@ -207,13 +210,13 @@ def test_the_known_mistakes_are_found_out(mutation: str, monkeypatch: pytest.Mon
 
 def test_a_union_keeps_duplicates_with_their_own_distributions() -> None:
     drafts = drafts_of(2, expansion=[2])
-    laws = [softmax(law(TEXT)) for law in OTHERS]
+    next_probs = [softmax(next_logits(TEXT)) for next_logits in OTHERS]
     repeated = 0
     for draft in drafts[:200]:
         assert draft.probs is not None
         assert draft.sources == (("m0",), ("m0",), ("m1",), ("m1",))
         assert parents_of(draft) == [-1] * 4
         for row, (name,) in zip(draft.probs.numpy(), draft.sources, strict=True):
-            assert row == pytest.approx(laws[int(name[1])], abs=1e-6)
+            assert row == pytest.approx(next_probs[int(name[1])], abs=1e-6)
         repeated += len(set(draft.tokens.tolist())) < 4
     assert repeated > 20

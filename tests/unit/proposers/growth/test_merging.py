@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from fake_model import FakeModel, engine, random_law, request, step
+from fake_model import FakeModel, engine, random_next_logits, request, step
 
 from vllm_spec_ext.options import parse_options
 from vllm_spec_ext.proposers.base import Draft, StepOutcome
@@ -107,7 +107,7 @@ def test_a_wrong_model_is_not_trusted() -> None:
 
 
 def test_draws_are_credited_by_their_place() -> None:
-    models = [FakeModel(random_law(seed, VOCAB), VOCAB, name=f"m{seed}") for seed in (0, 1)]
+    models = [FakeModel(random_next_logits(seed, VOCAB), VOCAB, name=f"m{seed}") for seed in (0, 1)]
     options = parse_options(
         TokenTree.info.options, {"models": ["a", "b"], "expansion": [2, 1]}, "token_tree"
     )

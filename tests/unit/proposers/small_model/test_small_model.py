@@ -4,7 +4,7 @@
 from typing import Any
 
 import pytest
-from fake_model import FakeModel, engine, random_law, request, step
+from fake_model import FakeModel, engine, random_next_logits, request, step
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import parse_options
@@ -39,7 +39,7 @@ def test_options() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_tree_is_drafted_if_asked_for(temperature: float) -> None:
-    model = FakeModel(random_law(0, VOCAB, sharpness=1.0), VOCAB)
+    model = FakeModel(random_next_logits(0, VOCAB, sharpness=1.0), VOCAB)
     asked = request(temperature=temperature, room=12)
     (chain,) = made(model).propose(step(asked))
     assert chain.parents is None
@@ -51,7 +51,7 @@ def test_a_tree_is_drafted_if_asked_for(temperature: float) -> None:
 
 
 def test_requests_that_come_and_go() -> None:
-    proposer = made(FakeModel(random_law(0, VOCAB), VOCAB))
+    proposer = made(FakeModel(random_next_logits(0, VOCAB), VOCAB))
     for i in range(20):
         proposer.propose(step(*(request(name=str(i + k)) for k in range(3))))
         proposer.observe([StepOutcome(str(i + 1), 4, 2), StepOutcome("unknown", 3, 3)])
@@ -64,7 +64,7 @@ def test_requests_that_come_and_go() -> None:
 
 
 def test_a_draft_without_an_outcome_is_no_news() -> None:
-    proposer = made(FakeModel(random_law(0, VOCAB), VOCAB))
+    proposer = made(FakeModel(random_next_logits(0, VOCAB), VOCAB))
     for _ in range(50):
         proposer.propose(step(request()))
     (record,) = proposer._learning.models
