@@ -202,6 +202,41 @@ def test_ngram_drafts_really_are_accepted_and_rejected(
     assert len(branches) > 10 if kind == "tree" else not branches
 
 
+def test_what_was_foreseen_belongs_to_the_row_of_the_request(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind each verified text stands what came next, with accepted drafts and without.
+
+    Which request a row is of, V1 and V2 tell in ways of their own; requests of other lengths come
+    and go, so that rows move.
+    """
+    engine = make_engine(speculative_config=METHODS["recycling"])
+    proposer = runner_of(engine).drafter._proposer
+    propose = proposer.propose
+    wrong, num_rows, num_behind_drafts = [], 0, 0
+
+    def look(step: Any) -> Any:
+        nonlocal num_rows, num_behind_drafts
+        for request in step.requests:
+            seen, text = request.next_tokens, request.token_ids.tolist()
+            start = len(text) - len(request.new_tokens)
+            for place in range(start, len(text)):
+                # A draft that was rejected may end as the text does; one of the rows is its own.
+                ends = (seen.contexts == (-1, *text[:place])[-2:]).all(axis=1)
+                if text[place] not in seen.tokens[ends, 0]:
+                    wrong.append((request.request_id, place))
+                num_rows += 1
+                num_behind_drafts += place > start
+        return propose(step)
+
+    monkeypatch.setattr(proposer, "propose", look)
+    for _ in range(2):  # again, to draft what the first answers have shown
+        run(engine, SCENARIOS["mixed_lengths"])
+    assert not wrong
+    assert num_rows > 200
+    assert num_behind_drafts > 50
+
+
 def runner_of(engine: Any) -> Any:
     """The model runner of an engine in this process."""
     return engine.llm_engine.model_executor.driver_worker.worker.model_runner
