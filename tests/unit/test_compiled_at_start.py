@@ -63,20 +63,8 @@ apply_eta(torch.randn(3, 64), torch.tensor([0.1, 0.0, 0.2]), torch.tensor([0.0, 
 check(at_start)
 """
 
-LIKELIEST = """
-import torch
-
-from vllm_spec_ext.engine.verifying.likeliest_kernels import warm_up
-from vllm_spec_ext.engine.verifying.likeliest_tokens import LikeliestTokens
-
-warm_up()
-at_start = compiled()
-LikeliestTokens.of(torch.randn(3, 1024)[:, :1000], 8)
-check(at_start)
-"""
-
 METHODS = ("input_copy", "adaptive_ngram", "suffix_tree", "recycling", "auto")
-CASES = {**dict.fromkeys(METHODS, METHOD), "eta": ETA, "likeliest": LIKELIEST}
+CASES = {**dict.fromkeys(METHODS, METHOD), "eta": ETA}
 
 
 def _failure_of(name: str) -> str:

@@ -8,9 +8,9 @@ import torch
 from vllm_spec_ext.engine.verifying.likeliest_tokens import LikeliestTokens
 
 
-# Few rows are read by a loop of our own, many by torch; 301 columns are too few for it.
+# 301 columns are too few to be searched in chunks.
 @pytest.mark.parametrize(("rows", "columns"), [(1, 49152), (5, 49157), (33, 1000), (5, 301)])
-@pytest.mark.parametrize("scale", [0.5, 4.0, 60.0])
+@pytest.mark.parametrize("scale", [0.5, 4.0])
 def test_tokens_and_probabilities_are_those_of_the_softmax(
     rows: int, columns: int, scale: float
 ) -> None:

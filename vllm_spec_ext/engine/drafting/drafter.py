@@ -21,7 +21,6 @@ from vllm_spec_ext.engine.starting.scratch import num_scratch_blocks
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.engine.v2.late_tables.design import scheduling, why_waiting
-from vllm_spec_ext.engine.verifying.likeliest_kernels import warm_up as warm_up_likeliest
 from vllm_spec_ext.engine.views.view_host import ViewHost
 from vllm_spec_ext.engine.watching.counts import WorkerCounts
 from vllm_spec_ext.engine.watching.source_counters import SourceCounter
@@ -158,8 +157,6 @@ class Drafter:
         warm_up_walk()
         if device.type == "cpu":
             warm_up_eta()
-            if self.needs.next_tokens or self._settings.online is not None:
-                warm_up_likeliest()
         if self.needs.distributions:
             warm_up_multi_step()
         if not self.ranks.leads:

@@ -8,11 +8,9 @@ import numpy as np
 import torch
 
 from vllm_spec_ext.engine.top_columns import top_columns
-from vllm_spec_ext.engine.verifying.likeliest_kernels import WIDTH, likeliest_of_row
 from vllm_spec_ext.proposers.base import NextTokens
 
 _NONE = -1
-_FEW_ROWS = 32  # that one core of a CPU takes (24 us each of 49152 columns) as fast as many do
 
 
 @dataclass(frozen=True)
@@ -30,20 +28,9 @@ class LikeliestTokens:
             logits: [num_rows, vocab]; not modified.
             count: Of tokens.
         """
-        num_rows, vocab_size = logits.shape
-        if (
-            logits.device.type == "cpu"
-            and num_rows <= _FEW_ROWS
-            and vocab_size // WIDTH >= count
-            and logits.dtype == torch.float32
-        ):
-            tokens = torch.empty(num_rows, count, dtype=torch.int32)
-            probs = torch.empty(num_rows, count)
-            for row in zip(logits.numpy(), tokens.numpy(), probs.numpy(), strict=True):
-                likeliest_of_row(*row)
-            return cls(tokens, probs)
         _, columns = top_columns(logits, count)
-        # One pass each over the logits: faster than a logsumexp of these.
+        # One pass each over the logits: on a CPU faster than a logsumexp of these, and than a
+        # compiled loop on one core, behind a pass of the model.
         probs = logits.softmax(-1, dtype=torch.float32).gather(-1, columns)
         return cls(columns.to(torch.int32), probs)
 
