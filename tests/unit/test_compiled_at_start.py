@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is compiled is compiled while an engine starts, not in a user's first request.
 
-Each case in a process of its own: a kernel that another case compiled would hide that one is
-missing. Two run at a time.
+Each warm-up compiles all that requests run. A case has a process of its own: a kernel that another
+case compiled would hide that one is missing. Two run at a time.
 """
 
 import subprocess

@@ -9,7 +9,7 @@ from vllm_spec_ext.engine.verifying.likeliest_tokens import LikeliestTokens
 
 
 # 301 columns are too few to be searched in chunks.
-@pytest.mark.parametrize(("rows", "columns"), [(1, 49152), (5, 49157), (33, 1000), (5, 301)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 49152), (5, 49157), (33, 3000), (5, 301)])
 @pytest.mark.parametrize("scale", [0.5, 4.0])
 def test_tokens_and_probabilities_are_those_of_the_softmax(
     rows: int, columns: int, scale: float
@@ -33,10 +33,10 @@ def test_all_are_named_where_there_are_fewer() -> None:
 @pytest.mark.parametrize("fill", [-torch.inf, torch.nan])
 def test_rows_that_say_nothing_name_tokens_all_the_same(fill: float) -> None:
     """A grammar or a broken model may leave nothing; what is named lies in the vocabulary."""
-    logits = torch.full((2, 1024), fill)
+    logits = torch.full((2, 2048), fill)
     logits[1, 700] = 2.0
     found = LikeliestTokens.of(logits, 8)
-    assert ((found.tokens >= 0) & (found.tokens < 1024)).all()
+    assert ((found.tokens >= 0) & (found.tokens < 2048)).all()
     if fill == -torch.inf:
         assert found.tokens[1, 0] == 700
         assert found.probs[1].tolist() == [1.0, *[0.0] * 7]

@@ -28,7 +28,7 @@ def second_order(table: np.ndarray) -> NextLogits:
 
 
 def random_next_logits(seed: int, vocab_size: int, sharpness: float = 2.0) -> NextLogits:
-    """Some next logits."""
+    """A random function from a text to its next logits."""
     shape = (vocab_size, vocab_size, vocab_size)
     return second_order(np.random.default_rng(seed).normal(0, sharpness, shape))
 
@@ -42,7 +42,7 @@ class FakeBranch(Branch):
 
 
 class FakeModel:
-    """Predicts by next logits; counts its passes."""
+    """Predicts by a function of the text; counts its passes."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class FakeModel:
         return None if self.seconds is None else self.seconds(num_rows)
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        raise NotImplementedError("next logits has no weights")
+        raise NotImplementedError("a fake model has no weights")
 
     def _own(self, branch: Branch) -> FakeBranch:
         assert isinstance(branch, FakeBranch)
