@@ -8,6 +8,7 @@ import pytest
 from generation import ALWAYS_DRAFT, count_preempted, run, run_with_aborts, tokens
 from scenarios import PROMPTS, SCENARIOS, Scenario
 
+from vllm_spec_ext.engine.drafting import drafter
 from vllm_spec_ext.engine.row_padding import Layer, RowPadding
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import StepOutcome
@@ -151,6 +152,16 @@ def test_rows_are_measured_when_an_engine_starts(
     engine = make_engine(speculative_config={"method": "noise", "num_speculative_tokens": 1})
     assert measured[0] > 10_000
     assert runner_of(engine).row_padding.quickest == (0, 4)
+
+
+def test_eta_is_compiled_when_an_engine_starts(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that covers is held by tests/unit/test_compiled_at_start.py."""
+    called: list[bool] = []
+    monkeypatch.setattr(drafter, "warm_up_eta", lambda: called.append(True))
+    make_engine(speculative_config={"method": "noise", "num_speculative_tokens": 2})
+    assert called
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle_tree", "noise"])

@@ -36,7 +36,7 @@ import numpy as np
 
 from vllm_spec_ext.options import parse_options
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.proposers.base import EngineHandle, NextTokens
+from vllm_spec_ext.proposers.base import EngineHandle
 from vllm_spec_ext.replay import Recording, replay
 
 method_type = registry.load(sys.argv[1])

@@ -222,10 +222,10 @@ def test_draws_of_a_method_are_reviewed_with_its_distribution(
 ) -> None:
     """All drafts of a method that draws, weighted by how it draws them."""
     q = np.array([0.2, 0.5, 0.3])
-    next_logits = torch.from_numpy(q)
+    row_probs = torch.from_numpy(q)
     given = {"levels": [GUESS, {"model": "a", "reviews": 2}]}
     emitted: dict[tuple[int, ...], float] = {}
-    monkeypatch.setattr(Guess, "probs", staticmethod(lambda text, tokens: next_logits.repeat(2, 1)))
+    monkeypatch.setattr(Guess, "probs", staticmethod(lambda text, tokens: row_probs.repeat(2, 1)))
     for first in range(IDS):
         for second in range(IDS):
             drawn = [first, second]

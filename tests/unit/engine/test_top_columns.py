@@ -22,12 +22,12 @@ def test_as_topk(num_columns: int, dtype: torch.dtype) -> None:
 
 
 def test_all_of_one_chunk_and_the_rest_that_fills_none() -> None:
-    scores = torch.zeros(2, 1000)
+    scores = torch.zeros(2, 2024)  # fewer columns are not searched in chunks
     scores[0, 128:136] = torch.arange(1.0, 9.0)  # one chunk has them all
-    scores[1, 992:] = torch.arange(1.0, 9.0)  # behind the last whole chunk
+    scores[1, 2016:] = torch.arange(1.0, 9.0)  # behind the last whole chunk
     _, columns = top_columns(scores, 8)
     assert columns[0].tolist() == [*range(135, 127, -1)]
-    assert columns[1].tolist() == [*range(999, 991, -1)]
+    assert columns[1].tolist() == [*range(2023, 2015, -1)]
 
 
 def test_rows_may_be_a_part_of_wider_ones() -> None:

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A view without an engine, which also checks that it is used as the contract says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
+from fake_model import NextLogits
 
 from vllm_spec_ext.proposers.base import EngineHandle, RequestStep, ViewSpec
 from vllm_spec_ext.proposers.views import ReadFacts
 
-NextLogits = Callable[[Sequence[int]], np.ndarray]
-"""Text so far -> [vocab] logits of the next token."""
-
 
 class FakeView:
-    """Predicts by next logits; counts its passes."""
+    """Predicts by a function of the text; counts its passes."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from vllm_spec_ext.proposers.base import (
 
 
 class ReviewedModel(FakeModel):
-    """Predicts by next logits, and checks that it is read as a trunk is."""
+    """Predicts by a function of the text, and checks that it is read as a trunk is."""
 
     def __init__(self, next_logits: NextLogits, vocab_size: int, **more: Any) -> None:
         super().__init__(next_logits, vocab_size, **more)

@@ -26,7 +26,7 @@ def test_only_what_is_not_listed_has_a_column() -> None:
     wide = COLUMNS.append(logits, torch.tensor([9.0, 1.5, 9.0]), SHOWN)
     assert wide.shape == (3, 4)
     assert torch.equal(wide[:, :3], logits)
-    next_logits = wide.softmax(-1)
-    assert (next_logits[:, 3] > 0.0).tolist() == [False, True, False]
+    probs = wide.softmax(-1)
+    assert (probs[:, 3] > 0.0).tolist() == [False, True, False]
     assert float(wide[1, 3]) == 1.5
     assert COLUMNS.append(logits.bfloat16(), torch.ones(3), SHOWN).dtype == torch.bfloat16

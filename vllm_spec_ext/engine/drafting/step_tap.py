@@ -51,9 +51,7 @@ def record_step(
     if not chosen:
         return
     flat = torch.tensor([row for _, path, _ in chosen for row in path])
-    picked = flat.to(step.likeliest.tokens.device)
-    tokens = step.likeliest.tokens[picked].to("cpu", torch.int32).numpy()
-    probs = step.likeliest.probs[picked].cpu().numpy()
+    tokens, probs = step.likeliest.on_host(flat.to(step.likeliest.tokens.device))
     states = torch.empty(len(chosen), 0)
     if hidden is not None:  # of the chosen, in one copy from the device
         states = hidden[[place for place, _, _ in chosen]].to("cpu", torch.bfloat16)

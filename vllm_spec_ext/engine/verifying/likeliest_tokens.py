@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_spec_ext.engine.top_columns import top_columns
 from vllm_spec_ext.proposers.base import NextTokens
@@ -34,6 +35,18 @@ class LikeliestTokens:
         probs = logits.softmax(-1, dtype=torch.float32).gather(-1, columns)
         return cls(columns.to(torch.int32), probs)
 
+    def on_host(
+        self, rows: torch.Tensor | None = None
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Tokens and probabilities in one copy, as each copy from a GPU is waited for.
+
+        Args:
+            rows: Those that are wanted, on the device; None = all.
+        """
+        both = torch.cat([self.tokens, self.probs.view(torch.int32)], dim=1)
+        tokens, probs = np.split((both if rows is None else both[rows]).cpu().numpy(), 2, axis=1)
+        return tokens, probs.view(np.float32)
+
     def of_requests(
         self,
         histories: Sequence[tuple[int, int]],
@@ -48,10 +61,7 @@ class LikeliestTokens:
             parents: Of each draft; None = a chain. A tree's may end before the placeholders that
                 fill it up.
         """
-        # One copy from a GPU, as each waits for it.
-        both = torch.cat([self.tokens, self.probs.view(torch.int32)], dim=1).cpu().numpy()
-        tokens, probs = np.split(both, 2, axis=1)
-        probs = probs.view(np.float32)
+        tokens, probs = self.on_host()
         found: list[NextTokens | None] = []
         start = 0
         for history, draft, up in zip(histories, drafts, parents, strict=True):

@@ -85,11 +85,11 @@ def test_draws_report_the_view_s_probabilities() -> None:
         assert draft.probs is not None
         assert draft.drawn == "iid"
         counts[draft.tokens[0]] += 1
-        next_logits = draft.probs[0].numpy()
+        probs = draft.probs[0].numpy()
     logits = torch.from_numpy(NEXT_LOGITS(request().token_ids.tolist())) / 0.7
     logits[logits < logits.topk(5).values[-1]] = -torch.inf
     expected = logits.softmax(-1).numpy()
-    assert next_logits == pytest.approx(expected, abs=1e-5)
+    assert probs == pytest.approx(expected, abs=1e-5)
     assert not counts[expected == 0].any()
     likely = expected > 0
     statistic = ((counts - 4000 * expected)[likely] ** 2 / (4000 * expected[likely])).sum()

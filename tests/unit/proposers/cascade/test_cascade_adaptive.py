@@ -29,14 +29,14 @@ def _guesses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Served:
-    """A cascade with one model and a greedy target that follows next logits."""
+    """A cascade with one model and a greedy target that follows TARGET."""
 
     def __init__(
-        self, seconds: Callable[[int], float] | None, *next_probs: NextLogits, reviews: int = 4
+        self, seconds: Callable[[int], float] | None, *drafts: NextLogits, reviews: int = 4
     ) -> None:
         self.models = [
             ReviewedModel(next_logits, VOCAB, seconds=seconds, max_model_len=10**6)
-            for next_logits in next_probs or (TARGET,)
+            for next_logits in drafts or (TARGET,)
         ]
         self.model = self.models[0]
         levels = [{"method": "guess"}, *({"model": "m", "reviews": reviews} for _ in self.models)]

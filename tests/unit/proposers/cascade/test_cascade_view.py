@@ -26,7 +26,7 @@ VIEW = {"view": "retrieval", "reviews": 2}
 
 
 def made(model: NextLogits | None, *views: FakeView, device: str = "cuda", **given: Any) -> Cascade:
-    """A cascade over these views, and over a small model if it has next logits."""
+    """A cascade over these views, and over a small model if its next logits are given."""
     given.setdefault("adaptive_length", False)
     given.setdefault("levels", [SMALL, VIEW])
     models = [] if model is None else [ReviewedModel(model, VOCAB, seconds=lambda rows: 1e-3)]
