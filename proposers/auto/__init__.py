@@ -40,7 +40,7 @@ from vllm_spec_ext.proposers.followed_drafts import FollowedDrafts
 from vllm_spec_ext.proposers.inner_method import asked_of
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions, InputCopyRequest
-from vllm_spec_ext.proposers.payoff.forward_payoff import StepPrices, TokenSeconds
+from vllm_spec_ext.proposers.payoff.forward_payoff import TokenCosts, TokenSeconds
 
 if TYPE_CHECKING:
     from vllm_spec_ext.proposers.candidates.tree_drafts import TreeDrafts
@@ -150,7 +150,7 @@ class Auto(BaseProposer):
         """A tree for each request, as far as its nodes pay."""
         if self._late is not None:
             return self._late.propose(step)
-        prices = self._value.begin(step)
+        costs = self._value.begin(step)
         if self._drafter is not None:
             self._drafter.observe(self._followed.follow(step.requests))
         for request in step.requests:
@@ -160,12 +160,12 @@ class Auto(BaseProposer):
         if not any(request.room for request in step.requests):
             return [EMPTY_DRAFT] * len(copies)
         if self._copy is not None:
-            # No prices: how much of it is drafted is decided here.
+            # No costs here: how much of it is drafted is decided here.
             copies = self._copy.propose(StepContext(step.requests))
         trees = self._grow(step, copies, [None] * len(copies))
         rows = [row for row, tree in enumerate(trees) if tree is not None]
         if self._drafter is not None and rows:
-            self._ask_drafter(step, prices, copies, trees, rows)
+            self._ask_drafter(step, costs, copies, trees, rows)
         return self._drafts.make(step, trees)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
@@ -209,7 +209,7 @@ class Auto(BaseProposer):
     def _ask_drafter(
         self,
         step: StepContext,
-        prices: StepPrices,
+        costs: TokenCosts,
         copies: Sequence[Draft | None],
         trees: list[Candidates | None],
         rows: Sequence[int],
@@ -217,10 +217,10 @@ class Auto(BaseProposer):
         """Grow the trees again with the drafter's candidates, if it is likely to pay."""
         assert self._drafter is not None
         least = self._drafts.costs(step).node
-        before = [_worth(trees[row], least) for row in rows]
+        before = [_expected(trees[row], least) for row in rows]
         adaptive = self.options.adaptive_length
         only_others = step.is_shadow and any(before)
-        if adaptive and not self._payoff.pays(before, prices, only_others=only_others):
+        if adaptive and not self._payoff.pays(before, costs, only_others=only_others):
             return
         started = time.perf_counter()
         info = self._drafter.info
@@ -241,9 +241,9 @@ class Auto(BaseProposer):
             return  # by what it knows itself no pass pays
         self._followed.keep(step.requests, drafted)
         trees[:] = self._grow(step, copies, drafted)
-        after = [_worth(trees[row], least) for row in rows]
+        after = [_expected(trees[row], least) for row in rows]
         self._payoff.asked(before, after, seconds)
 
 
-def _worth(tree: Candidates | None, least: float) -> float:
+def _expected(tree: Candidates | None, least: float) -> float:
     return 0.0 if tree is None else expected_gain(tree.paths, least)

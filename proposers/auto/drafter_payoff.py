@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 
-from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, StepPrices
+from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, TokenCosts
 
 _MEMORY = 0.97  # of what a drafter added, and of what it took, for one more time
 _FOLLOW_SHORTER = 0.2  # of a shorter time than usual, at once: pauses only make it longer
@@ -24,9 +24,7 @@ class DrafterPayoff:
         self._retries = Retries()
         self._num_shadows = 0
 
-    def pays(
-        self, gains: Sequence[float], prices: StepPrices, *, only_others: bool = False
-    ) -> bool:
+    def pays(self, gains: Sequence[float], costs: TokenCosts, *, only_others: bool = False) -> bool:
         """Whether to ask it in this step.
 
         Drafts that are not verified earn nothing. If it were asked for all of these, a fresh engine
@@ -34,7 +32,7 @@ class DrafterPayoff:
 
         Args:
             gains: Of each request that it would draft for, tokens that its tree earns without it.
-            prices: Of the step.
+            costs: Of the step.
             only_others: Nothing is verified, and the others have something to show alone.
         """
         if only_others:
@@ -43,7 +41,7 @@ class DrafterPayoff:
         size = len(gains).bit_length()
         # The first time says little: the second one comes at once.
         seconds = self._seconds[size] if self._times.get(size, 0) > 1 else None
-        cost = prices.in_tokens(seconds)
+        cost = costs.in_tokens(seconds)
         added = sum(self._gains[self._class(gain)] for gain in gains)
         if cost is None or added > cost:
             self._retries.pays()
@@ -64,7 +62,7 @@ class DrafterPayoff:
         if self._times[size] <= _FIRST_TIMES:
             self._seconds[size] = min(usual, seconds)
         else:
-            # A pause, of compilation or another program, is no price.
+            # A pause, of compilation or another program, is no cost of theirs.
             weight = _FOLLOW_SHORTER if seconds < usual else 1.0 - _MEMORY
             self._seconds[size] = usual + weight * (min(seconds, 4.0 * usual) - usual)
         for old, new in zip(before, after, strict=True):

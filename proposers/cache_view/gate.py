@@ -71,20 +71,20 @@ class ViewGate:
             kinds: Of their drafts.
         """
         num_requests = len(step.requests)
-        prices = self._value.begin(step)
+        costs = self._value.begin(step)
         if not rows:
             return Decision((), 0, "no request has room")
         if not self._is_adaptive:
             return Decision(rows, self._max_depth, "adaptive_length is off")
         if not any(kind.is_partial for kind in kinds):
             return Decision((), 0, "no request is longer than the view")
-        plain = prices.in_tokens(step.plain_seconds)
+        plain = costs.in_tokens(step.plain_seconds)
         if plain is None:
             return Decision(rows, self._max_depth, "plain steps are not measured")
         paying = [
             (row, kind)
             for row, kind in zip(rows, kinds, strict=True)
-            if self._rates[kind].rate(0) - prices.node > plain * self._own_share(step, row)
+            if self._rates[kind].rate(0) - costs.node > plain * self._own_share(step, row)
         ]
         if not any(kind.is_partial for _, kind in paying):
             paying = []
@@ -94,7 +94,7 @@ class ViewGate:
             reached = 1.0
             for level in range(min(self._max_depth, step.requests[row].room)):
                 reached *= self._rates[kind].rate(level)
-                gains[level] += reached - prices.node
+                gains[level] += reached - costs.node
         depth, profit = profit_by_depth(gains, plain * share, plain * share)
         state = f"a pass takes {share:.2f} of a plain step"
         if depth:

@@ -51,7 +51,7 @@ from vllm_spec_ext.proposers.cascade.view_reviewer import ViewReviewer
 from vllm_spec_ext.proposers.growth.model_names import named
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.proposers.input_copy.options import InputCopyRequest
-from vllm_spec_ext.proposers.payoff.forward_payoff import StepPrices, TokenSeconds
+from vllm_spec_ext.proposers.payoff.forward_payoff import TokenCosts, TokenSeconds
 from vllm_spec_ext.proposers.view_options import OFF_ON_CPUS
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class Cascade(BaseProposer):
         drafts = [EMPTY_DRAFT] * len(step.requests)
         if self._is_off:
             return drafts
-        prices = self._observe_step(step)
+        costs = self._observe_step(step)
         # The methods see all new tokens, whatever is drafted.
         found = [method.ask(step) for method in self._methods]
         kinds: dict[int, Kind] = {}
@@ -202,7 +202,7 @@ class Cascade(BaseProposer):
                 is_guessed = any(sources[row].tokens for sources in found)
                 kinds[row] = Kind(is_guessed, self._draws(request))
                 self._waiting.pop(request.request_id, None)  # a draft that had no outcome
-        plan = self._payoff.plan(kinds, self._unread(step, kinds), prices)
+        plan = self._payoff.plan(kinds, self._unread(step, kinds), costs)
         if not plan.rows:
             return drafts
         with torch.inference_mode():
@@ -256,10 +256,10 @@ class Cascade(BaseProposer):
             return True
         return self._view.hides(len(request.token_ids))
 
-    def _observe_step(self, step: StepContext) -> StepPrices:
-        """Prices of this step; nothing is known, so nothing held back, with adaptive_length off."""
-        prices = self._value.begin(step)
-        return prices if self.options.adaptive_length else StepPrices()
+    def _observe_step(self, step: StepContext) -> TokenCosts:
+        """Costs in this step; nothing is known, so nothing held back, with adaptive_length off."""
+        costs = self._value.begin(step)
+        return costs if self.options.adaptive_length else TokenCosts()
 
     def _unread(self, step: StepContext, rows: "dict[int, Kind]") -> dict[int, int]:
         """Tokens of each request since the last round that drafted for it."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_spec_ext.proposers.cascade.reviewer import Reviewer
-from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, StepPrices, profit_by_depth
+from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, TokenCosts, profit_by_depth
 from vllm_spec_ext.proposers.payoff.level_rates import LevelRates
 
 _WEIGHT = 0.2  # of a new observation in the means of rounds
@@ -62,15 +62,13 @@ class RoundPayoff:
         self._retries = Retries()
         self._begin_anew()
 
-    def plan(
-        self, kinds: Mapping[int, Kind], unread: Mapping[int, int], prices: StepPrices
-    ) -> Plan:
+    def plan(self, kinds: Mapping[int, Kind], unread: Mapping[int, int], costs: TokenCosts) -> Plan:
         """Which requests to draft for.
 
         Args:
             kinds: Of each request that has room.
             unread: Of each, the tokens since the last round that drafted for it.
-            prices: Of the step.
+            costs: Of the step.
 
         Returns:
             No requests where nothing pays; now and then one all the same, to see.
@@ -83,13 +81,13 @@ class RoundPayoff:
             choices.append([row for row in everything if kinds[row] == kind])
         best, best_rows, best_depth = 0.0, everything[:0], 0
         for rows in choices:
-            depth, profit = self._profit([kinds[row] for row in rows], prices)
+            depth, profit = self._profit([kinds[row] for row in rows], costs)
             if profit > best:
                 best, best_rows, best_depth = profit, rows, depth
         if best_rows:
             self._retries.pays()
             return Plan(best_rows, best_depth)
-        if not self._could_pay(len(everything), prices):
+        if not self._could_pay(len(everything), costs):
             return Plan([], 0)
         if not self._retries.due():
             return Plan([], 0)
@@ -143,31 +141,31 @@ class RoundPayoff:
     def _rates_of(self, kind: Kind) -> LevelRates:
         return self._rates.setdefault(kind, LevelRates())
 
-    def _profit(self, kinds: Sequence[Kind], prices: StepPrices) -> tuple[int, float]:
+    def _profit(self, kinds: Sequence[Kind], costs: TokenCosts) -> tuple[int, float]:
         """Best depth, and the tokens that it earns."""
         gains = [0.0] * self._max_depth
         for kind in set(kinds):
             number, path, rates = kinds.count(kind), 1.0, self._rates_of(kind)
             for depth in range(self._max_depth):
                 path *= rates.rate(depth)
-                gains[depth] += number * max(0.0, path - prices.node)
+                gains[depth] += number * max(0.0, path - costs.node)
         flag = all(kind.is_guessed for kind in kinds)
         return self._after_costs(
-            gains, len(kinds), prices, self._rounds[flag], max(1.0, self._length[flag] - 1.0)
+            gains, len(kinds), costs, self._rounds[flag], max(1.0, self._length[flag] - 1.0)
         )
 
-    def _could_pay(self, num_requests: int, prices: StepPrices) -> bool:
+    def _could_pay(self, num_requests: int, costs: TokenCosts) -> bool:
         """Whether it would pay if all were accepted, by the reviewers as by the target."""
-        gains = [num_requests * max(0.0, 1.0 - prices.node)] * self._max_depth
+        gains = [num_requests * max(0.0, 1.0 - costs.node)] * self._max_depth
         rounds = {level: self._served(size, size) for level, size in self._chunks.items()}
         behind = max(1.0, self._max_depth - 1.0)
-        return self._after_costs(gains, num_requests, prices, rounds, behind)[1] > 0.0
+        return self._after_costs(gains, num_requests, costs, rounds, behind)[1] > 0.0
 
     def _after_costs(
         self,
         gains: Sequence[float],
         num_requests: int,
-        prices: StepPrices,
+        costs: TokenCosts,
         rounds: Mapping[int, _Rounds],
         behind: float,
     ) -> tuple[int, float]:
@@ -176,7 +174,7 @@ class RoundPayoff:
         Args:
             gains: [max_depth] tokens that each depth adds.
             num_requests: Of the round.
-            prices: Of the step.
+            costs: Of the step.
             rounds: By level.
             behind: Tokens of such a draft behind its first one.
         """
@@ -184,11 +182,11 @@ class RoundPayoff:
         for level, known in rounds.items():
             rows = max(1, round(num_requests * known.rows))
             seconds = self._reviewers[level].forward_seconds(rows)
-            price = prices.in_tokens(seconds)
-            if price is None:  # nothing is held back
+            cost = costs.in_tokens(seconds)
+            if cost is None:  # nothing is held back
                 depth = sum(gain > 0.0 for gain in gains)
                 return depth, math.inf if depth else 0.0
             # approximation: passes grow evenly with the length of the draft behind its first token.
-            first += price * min(1.0, known.passes)
-            further += price * max(0.0, known.passes - 1.0) / behind
+            first += cost * min(1.0, known.passes)
+            further += cost * max(0.0, known.passes - 1.0) / behind
         return profit_by_depth(gains, first, further)

@@ -26,7 +26,7 @@ from vllm_spec_ext.proposers.growth.learning import Learning
 from vllm_spec_ext.proposers.growth.level_payoff import LevelPayoff
 from vllm_spec_ext.proposers.growth.merging import join_drawn, merge_chosen
 from vllm_spec_ext.proposers.growth.shapes import Shape, best_shapes
-from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, StepPrices, TokenSeconds
+from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, TokenCosts, TokenSeconds
 
 _MAX_RANKS = 8  # draws of a model below one node whose rates are told apart
 
@@ -81,13 +81,13 @@ class TreeDrafting(BaseProposer):
 
         drafts = [EMPTY_DRAFT] * len(step.requests)
         rows = [row for row, request in enumerate(step.requests) if request.room > 0]
-        prices = self._observe_step(step)
+        costs = self._observe_step(step)
         if not rows:
             return drafts
         for row in rows:
             self._learning.forget(step.requests[row].request_id)  # a draft that had no outcome
         with torch.inference_mode():
-            grown = self._grow(step, rows, prices)
+            grown = self._grow(step, rows, costs)
         for row, trees in grown.items():
             drafts[row] = self._merge(step.requests[row], trees)
         return drafts
@@ -106,25 +106,25 @@ class TreeDrafting(BaseProposer):
             if self._models:
                 self._learning.forget(request_id)
 
-    def _observe_step(self, step: StepContext) -> StepPrices:
-        """Prices of this step; nothing is known, so nothing held back, with adaptive_length off."""
-        prices = self._value.begin(step)
-        return prices if self.options.adaptive_length else StepPrices()
+    def _observe_step(self, step: StepContext) -> TokenCosts:
+        """Costs in this step; nothing is known, so nothing held back, with adaptive_length off."""
+        costs = self._value.begin(step)
+        return costs if self.options.adaptive_length else TokenCosts()
 
     def _grow(
-        self, step: StepContext, rows: list[int], prices: StepPrices
+        self, step: StepContext, rows: list[int], costs: TokenCosts
     ) -> dict[int, list[tuple[int, GrownTree]]]:
         """Trees of each request by all models that pay."""
         from vllm_spec_ext.proposers.growth.levels import Reach, grow
 
         payoffs = [
-            LevelPayoff(model, record, prices, record.novelty if number else 1.0)
+            LevelPayoff(model, record, costs, record.novelty if number else 1.0)
             for number, (model, record) in enumerate(
                 zip(self._models, self._learning.models, strict=True)
             )
         ]
         served = [self._served(number, step, rows, payoff) for number, payoff in enumerate(payoffs)]
-        shapes = self._shapes(step, served, [payoff.node_price for payoff in payoffs])
+        shapes = self._shapes(step, served, [payoff.node_cost for payoff in payoffs])
         reach = Reach(self._max_depth, self._extent.num_children, self._extent.max_branches)
         grown: dict[int, list[tuple[int, GrownTree]]] = {}
         for number, payoff in enumerate(payoffs):
@@ -181,7 +181,7 @@ class TreeDrafting(BaseProposer):
         return self._extent.draws and request.may_be_drawn
 
     def _shapes(
-        self, step: StepContext, served: list[list[int]], node_prices: list[float]
+        self, step: StepContext, served: list[list[int]], node_costs: list[float]
     ) -> dict[tuple[int, int], Shape]:
         """Shapes of the drawn trees by request and model; the models share a request's room."""
         found: dict[tuple[int, int], Shape] = {}
@@ -199,7 +199,7 @@ class TreeDrafting(BaseProposer):
                     self._extent.num_children,
                     self._max_depth,
                     request.room,
-                    min(node_prices[number] for number in models),
+                    min(node_costs[number] for number in models),
                 )
             found |= {
                 (row, number): shape for number, shape in zip(models, known[key], strict=True)

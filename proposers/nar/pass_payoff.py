@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the one pass that drafts for all requests saves more time than it takes."""
 
-from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, StepPrices, TokenSeconds
+from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, TokenCosts, TokenSeconds
 from vllm_spec_ext.proposers.records import StepContext
 
 _MEMORY = 0.98  # of what drafts gave: what remains after one more
@@ -15,12 +15,12 @@ class PassPayoff:
         """Nothing is known, so a pass pays."""
         self._value = TokenSeconds()
         self._retries = Retries()
-        self._prices = StepPrices()
+        self._costs = TokenCosts()
         self._drafts = self._accepted = self._drafted = 0.0
 
     def begin(self, step: StepContext) -> None:
-        """Count the last step, and take the prices of this one."""
-        self._prices = self._value.begin(step)
+        """Count the last step, and take the costs of this one."""
+        self._costs = self._value.begin(step)
 
     def pays(self, num_requests: int, seconds: float | None) -> bool:
         """Whether to run a pass for so many requests; now and then one that does not pay.
@@ -29,7 +29,7 @@ class PassPayoff:
             num_requests: To draft for.
             seconds: That the pass will take; None if not known.
         """
-        cost = self._prices.in_tokens(seconds)
+        cost = self._costs.in_tokens(seconds)
         if cost is None or num_requests * self._gain > cost:
             self._retries.pays()
             return True
@@ -51,4 +51,4 @@ class PassPayoff:
         """Tokens that a request's draft gives, its verification taken off."""
         known = self._drafts + _STRENGTH
         accepted = (self._accepted + _PRIOR * _STRENGTH) / known
-        return accepted - self._prices.node * self._drafted / known
+        return accepted - self._costs.node * self._drafted / known

@@ -17,14 +17,14 @@ _PROVEN = 32  # steps in a row in which a model pays until the next try would co
 
 
 @dataclass(frozen=True)
-class StepPrices:
+class TokenCosts:
     """What things cost in one step; None = not known, so nothing is held back."""
 
     token_seconds: float | None = None  # in which the engine emits one token, of any request
     min_probability: float | None = None  # tokens that verifying one more draft token costs
 
     def in_tokens(self, seconds: float | None) -> float | None:
-        """A time as a number of tokens; None if it or the price of a token is not known."""
+        """A time as a number of tokens; None if it or the time of a token is not known."""
         if seconds is None or self.token_seconds is None:
             return None
         return seconds / self.token_seconds
@@ -44,15 +44,15 @@ class TokenSeconds:
         self._num_verified = 0  # draft tokens since the last step began
         self._spent = 0.0  # seconds since then
 
-    def begin(self, step: StepContext) -> StepPrices:
-        """Count the step that ends with this context; prices of the next one."""
+    def begin(self, step: StepContext) -> TokenCosts:
+        """Count the step that ends with this context; the costs of the next one."""
         num_requests = len(step.requests)
         if num_requests:
             emitted = sum(len(request.new_tokens) for request in step.requests)
             num_steps = sum(request.num_steps for request in step.requests)
             self.observe(num_steps, emitted, self._num_verified, self._spent)
         self._num_verified, self._spent = 0, 0.0
-        return self.prices(num_requests, step.plain_seconds, step.min_probability)
+        return self.costs(num_requests, step.plain_seconds, step.min_probability)
 
     def verified(self, num_drafted: int) -> None:
         """Draft tokens were verified in the step that is about to end."""
@@ -78,10 +78,10 @@ class TokenSeconds:
         self._drafted = self._drafted * _MEMORY + num_drafted
         self._drafting = self._drafting * _MEMORY + drafting_seconds * num_requests
 
-    def prices(
+    def costs(
         self, num_requests: int, plain_seconds: float | None, min_probability: float | None
-    ) -> StepPrices:
-        """Prices at a batch size.
+    ) -> TokenCosts:
+        """Costs at a batch size.
 
         A step takes S = plain + drafting + drafted * min_probability * T, where T = S / emitted is
         the value of a token; hence T. Where drafting loses time, plain decoding sets the value.
@@ -92,15 +92,15 @@ class TokenSeconds:
             min_probability: As of the step context.
         """
         if plain_seconds is None or plain_seconds <= 0.0 or num_requests < 1:
-            return StepPrices(None, min_probability)
+            return TokenCosts(None, min_probability)
         plain = plain_seconds / num_requests
         if not self._weight:
-            return StepPrices(plain, min_probability)
+            return TokenCosts(plain, min_probability)
         emitted, drafted = self._emitted / self._weight, self._drafted / self._weight
         drafting = self._drafting / self._weight
         left = num_requests * (emitted - drafted * (min_probability or 0.0))
         value = (plain_seconds + drafting) / left if left > 0.0 else plain
-        return StepPrices(min(plain, value), min_probability)
+        return TokenCosts(min(plain, value), min_probability)
 
 
 def profit_by_depth(
@@ -132,11 +132,11 @@ def paying(gains: Sequence[float], cost: Callable[[int], float | None]) -> list[
     best, best_count, gained = 0.0, 0, 0.0
     for count, index in enumerate(order, 1):
         gained += gains[index]
-        price = cost(count)
-        if price is None:
+        spent = cost(count)
+        if spent is None:
             return list(range(len(gains)))
-        if gained - price > best:
-            best, best_count = gained - price, count
+        if gained - spent > best:
+            best, best_count = gained - spent, count
     return sorted(order[:best_count])
 
 

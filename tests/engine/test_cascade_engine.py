@@ -220,7 +220,7 @@ def test_chunks_are_read_in_one_pass(engines: Any, watch: Watch) -> None:
 def test_what_does_not_pay_runs_no_pass(
     make_engine: Any, drafts: dict[str, str], expected: dict[str, Any]
 ) -> None:
-    """A model slower than the target; first the engine measures, and drafts to see its price."""
+    """A model slower than the target; first the engine measures, and drafts to see its cost."""
     config = with_folders(METHODS["copies"], drafts) | {"adaptive_length": True}
     engine = make_engine(speculative_config=config)
     scenario = SCENARIOS["batch_of_one"]

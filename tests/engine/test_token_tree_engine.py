@@ -176,7 +176,7 @@ def test_same_tokens_where_others_choose_too(
 def test_what_does_not_pay_runs_no_pass(
     make_engine: Any, drafts: dict[str, str], expected: dict[str, Any]
 ) -> None:
-    """A model as slow as the target; first the engine measures, and drafts to see its price."""
+    """A model as slow as the target; first the engine measures, and drafts to see its cost."""
     config = with_folders(METHODS["chain"], drafts) | {"adaptive_length": True}
     engine = make_engine(speculative_config=config)
     scenario = SCENARIOS["batch_of_one"]

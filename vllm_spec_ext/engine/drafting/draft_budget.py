@@ -288,13 +288,13 @@ class DraftBudget:
         """
         allowance = self._decide(rooms)
         if allowance.max_tokens == 0 or allowance.is_shadow:
-            most = max(_SAVED_SHADOW, self._shadow_price(len(rooms)))
+            most = max(_SAVED_SHADOW, self._shadow_cost(len(rooms)))
             self._shadow = min(most, self._shadow + _SHADOW)
         if allowance.is_shadow:
             if is_following or not any(rooms):
                 allowance = replace(allowance, max_tokens=0, is_shadow=False)
             else:
-                self._shadow -= self._shadow_price(len(rooms))
+                self._shadow -= self._shadow_cost(len(rooms))
         self._is_shadow = allowance.is_shadow
         self._rests_left = _RESTS if allowance.may_rest else 0
         self._may_draft = allowance.max_tokens != 0 and any(rooms)
@@ -332,15 +332,15 @@ class DraftBudget:
         if not total:
             return Allowance(None, probability, "no request has room", fixed, branch)
         least = self._least(found, num_requests, total, drafting)
-        price = _careful(found, least) + drafting
+        risk = _careful(found, least) + drafting
         state = f"balance {self.balance:.2f} plain steps"
         stake = self.balance * min(1.0, max(0.0, 1.0 + self._hoped / _DOUBT))
-        can_shadow = self._shadow >= self._shadow_price(num_requests)
-        if can_shadow and (self._gains.num_steps < _FIRST_SHADOWS or price > stake):
+        can_shadow = self._shadow >= self._shadow_cost(num_requests)
+        if can_shadow and (self._gains.num_steps < _FIRST_SHADOWS or risk > stake):
             why = "a fresh engine" if self._gains.num_steps < _FIRST_SHADOWS else "drafts lost time"
             # Nothing is at stake: only what is drafted tells the proposer how sure it may be.
             return Allowance(None, break_even, f"{why}; {state}", fixed, branch, is_shadow=True)
-        if price > stake:
+        if risk > stake:
             why = f"drafts lost time; {state}, {least} tokens too many"
             # What they earned comes back by itself, if reading on does not cost more.
             comes_back = self._coming_back > self._usual_idle / found.plain_s
@@ -369,7 +369,7 @@ class DraftBudget:
         """Plain steps a step that drafts may earn; a fresh engine hopes for nothing."""
         return self._gains.lately if self._num_steps < _FIRST_STEPS else self._gains.hoped
 
-    def _shadow_price(self, num_requests: int) -> float:
+    def _shadow_cost(self, num_requests: int) -> float:
         found = self.costs.estimate(num_requests)
         if found is None:
             return 0.0

@@ -25,7 +25,7 @@ from vllm_spec_ext.proposers.base import (
     proposer,
 )
 from vllm_spec_ext.proposers.input_copy.options import InputCopyRequest
-from vllm_spec_ext.proposers.payoff.forward_payoff import StepPrices
+from vllm_spec_ext.proposers.payoff.forward_payoff import TokenCosts
 from vllm_spec_ext.replay import Recording, replay
 
 VOCAB = 500
@@ -214,34 +214,34 @@ def test_for_drafts_that_are_not_verified_a_drafter_is_seldom_asked(
     assert found == asked
     before = fixed.calls
     method.propose(StepContext([step]))
-    assert fixed.calls == before + 1  # nothing is known of its price
+    assert fixed.calls == before + 1  # nothing is known of its cost
 
 
 def test_a_drafter_that_adds_nothing_is_left_alone_and_tried_again() -> None:
     payoff = DrafterPayoff()
-    prices = StepPrices(token_seconds=0.01, min_probability=0.1)
-    assert payoff.pays([1.0], prices)  # nothing is known
+    costs = TokenCosts(token_seconds=0.01, min_probability=0.1)
+    assert payoff.pays([1.0], costs)  # nothing is known
     asked = 0
     for _ in range(2000):
-        if payoff.pays([1.0], prices):
+        if payoff.pays([1.0], costs):
             asked += 1
             payoff.asked([1.0], [1.1], 0.005)
     assert 3 <= asked < 150
     # It may add more to trees that are worth little.
     for _ in range(200):
         payoff.asked([0.1], [0.9], 0.005)
-    assert payoff.pays([0.1], prices)
-    assert not payoff.pays([1.0], prices)
+    assert payoff.pays([0.1], costs)
+    assert not payoff.pays([1.0], costs)
 
 
 @pytest.mark.parametrize("slow", [1, 2])
 def test_a_drafter_whose_first_passes_are_slow_is_not_given_up(slow: int) -> None:
     """They find their buffers; another program may run beside the one after them."""
     payoff = DrafterPayoff()
-    prices = StepPrices(token_seconds=0.01, min_probability=0.1)
+    costs = TokenCosts(token_seconds=0.01, min_probability=0.1)
     asked = 0
     for _ in range(400):
-        if payoff.pays([1.0], prices):
+        if payoff.pays([1.0], costs):
             asked += 1
             payoff.asked([1.0], [1.5], 0.03 if asked <= slow else 0.003)
     assert asked > 200

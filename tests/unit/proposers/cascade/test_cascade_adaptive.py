@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds run where they pay: passes are counted, and the prices are given."""
+"""Rounds run where they pay: passes are counted, and the costs are given."""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,12 +46,12 @@ class Served:
         self.text = [1, 2, 3]
         self.num_new = 1
 
-    def run(self, num_steps: int, **prices: Any) -> float:
+    def run(self, num_steps: int, **costs: Any) -> float:
         """Mean tokens a step."""
         emitted = 0
         for _ in range(num_steps):
             asked = request(self.text[-40:], room=8, num_new=self.num_new)
-            (draft,) = self.cascade.propose(step(asked, **prices))
+            (draft,) = self.cascade.propose(step(asked, **costs))
             tokens = draft.tokens.tolist()
             right = greedy(TARGET, self.text, len(tokens) + 1)
             accepted = next(

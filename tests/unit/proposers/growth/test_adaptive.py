@@ -68,8 +68,8 @@ def model(
     return FakeModel(next_logits, VOCAB, seconds=seconds, max_model_len=10**6, **more)
 
 
-def _always(price: float, num_rows: int) -> float:
-    return price
+def _always(cost: float, num_rows: int) -> float:
+    return cost
 
 
 def test_with_unknown_costs_all_is_drafted() -> None:
@@ -88,7 +88,7 @@ def test_a_model_as_slow_as_the_target_is_never_run() -> None:
 
 
 def test_a_batch_shares_a_pass() -> None:
-    """The same model at the same price: too dear for one request, cheap for sixteen."""
+    """The same model at the same cost: too dear for one request, cheap for sixteen."""
     for num_requests, drafts in ((1, False), (16, True)):
         dear = model(seconds=lambda n: 1.01)
         served = Served(dear, num_requests=num_requests)
@@ -99,8 +99,8 @@ def test_a_batch_shares_a_pass() -> None:
 
 def test_a_cheap_right_model_drafts_deep_and_a_dear_one_less() -> None:
     found = []
-    for price in (0.01, 0.5):
-        served = Served(model(seconds=partial(_always, price)), candidates=1)
+    for cost in (0.01, 0.5):
+        served = Served(model(seconds=partial(_always, cost)), candidates=1)
         served.run(150, plain_seconds=1.0)
         found.append(served.run(20, plain_seconds=1.0))
     assert found[0] > 8.5
@@ -227,16 +227,16 @@ def test_how_deep_it_pays() -> None:
 
 def test_what_a_token_is_worth() -> None:
     fresh = TokenSeconds()
-    assert fresh.prices(4, 2.0, None).token_seconds == pytest.approx(0.5)
-    assert fresh.prices(4, None, 0.1).token_seconds is None
+    assert fresh.costs(4, 2.0, None).token_seconds == pytest.approx(0.5)
+    assert fresh.costs(4, None, 0.1).token_seconds is None
     busy = TokenSeconds()
     for _ in range(50):
         busy.observe(1, 3, 0, 0.5)  # three tokens in a step of 1 + 0.5 seconds
-    assert busy.prices(1, 1.0, 0.0).token_seconds == pytest.approx(0.5)
+    assert busy.costs(1, 1.0, 0.0).token_seconds == pytest.approx(0.5)
     losing = TokenSeconds()
     for _ in range(50):
         losing.observe(1, 1, 8, 2.0)
-    assert losing.prices(1, 1.0, 0.2).token_seconds == pytest.approx(1.0)  # plain is the floor
+    assert losing.costs(1, 1.0, 0.2).token_seconds == pytest.approx(1.0)  # plain is the floor
 
 
 def test_tries_become_rare() -> None:
