@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from generation import sampling_params
 from test_greedy_identity import runner_of
 
@@ -84,13 +85,23 @@ async def add_request(self: Any, request_id: str, prompt: Any, params: Any) -> A
     return params
 
 
-def test_a_server_resolves_options_beside_its_event_loop(tiny_model: Path) -> None:
+EMBEDS = {"type": "embeds", "prompt_embeds": torch.zeros(3, 8)}
+MIXED = EMBEDS | {"prompt_token_ids": [5, 0, 7], "is_token_ids": [True, False, True]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_tokens"),
+    [({"type": "token", "prompt_token_ids": [5, 6, 7]}, 3), (MIXED, 3), (EMBEDS, 0)],
+    ids=["token_ids", "mixed", "embeddings"],
+)
+def test_a_server_resolves_options_beside_its_event_loop(
+    prompt: dict[str, Any], num_tokens: int, tiny_model: Path
+) -> None:
     from vllm.exceptions import VLLMValidationError
 
     from vllm_spec_ext.engine.requests.door import _resolving_first
 
     server, add = FakeServer(tiny_model), _resolving_first(add_request)
-    prompt = {"type": "token", "prompt_token_ids": [5, 6, 7]}
     given = {"spec_ext.source_text": "text", "other": 1}
 
     async def serve() -> None:
@@ -108,11 +119,16 @@ def test_a_server_resolves_options_beside_its_event_loop(tiny_model: Path) -> No
         assert resolved.extra_args == {"other": 1, "spec_ext": {"source_token_ids": [1, 2, 3]}}
         assert isinstance(resolved.extra_args["spec_ext"], ResolvedOptions)
         params.extra_args = {"spec_ext.source_span": [0, 9]}
-        with pytest.raises(VLLMValidationError, match="the prompt has 3 tokens") as error:
+        with pytest.raises(
+            VLLMValidationError, match=f"the prompt has {num_tokens} tokens"
+        ) as error:
             await add(server, "wrong", prompt, params)
         assert error.value.parameter == "spec_ext.source_span"
         for refused in ([], [2**40], [-1], [1] * 128):  # by vLLM, which says why
             odd = {"type": "token", "prompt_token_ids": refused}
+            assert await add(server, "odd", odd, params) is params
+        for length in (0, 128):
+            odd = {"type": "embeds", "prompt_embeds": torch.zeros(length, 8)}
             assert await add(server, "odd", odd, params) is params
 
     asyncio.run(serve())

@@ -10,6 +10,7 @@ on its event loop, where a long source text would let all other clients wait; so
 import asyncio
 import copy
 import functools
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,15 +84,14 @@ def _resolving_first(original: Any) -> Any:
         self: "AsyncLLM", request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         processor = self.input_processor
-        token_ids = _rendered_token_ids(prompt)
         if (
-            token_ids is not None
+            _is_rendered(prompt)
             and _is_unresolved(processor, params)
-            and _is_acceptable(token_ids, processor.model_config.max_model_len)
+            and _is_acceptable(prompt, processor.model_config.max_model_len)
         ):
             loop = asyncio.get_running_loop()
             params = await loop.run_in_executor(
-                _thread, _with_resolved_options, processor, params, token_ids
+                _thread, _with_resolved_options, processor, params, _token_ids(prompt)
             )
         return await original(self, request_id, prompt, params, *args, **kwargs)
 
@@ -99,10 +99,13 @@ def _resolving_first(original: Any) -> Any:
     return add_request
 
 
-def _rendered_token_ids(prompt: Any) -> list[int] | None:
-    if isinstance(prompt, dict) and "type" in prompt:
-        return prompt.get("prompt_token_ids")
-    return None
+def _is_rendered(prompt: Any) -> bool:
+    return isinstance(prompt, dict) and "type" in prompt
+
+
+def _token_ids(prompt: Mapping[str, Any]) -> list[int]:
+    """Of a rendered prompt; none where it is embeddings alone."""
+    return prompt.get("prompt_token_ids") or []
 
 
 def _settings(processor: "InputProcessor") -> "MethodSettings | None":
@@ -122,9 +125,12 @@ def _is_unresolved(processor: "InputProcessor", params: object) -> bool:
     return has_options(given) and not isinstance(given.get(KEY), ResolvedOptions)
 
 
-def _is_acceptable(token_ids: list[int], max_model_len: int) -> bool:
-    """False for a prompt that vLLM is about to refuse, whatever its options are."""
-    return 0 < len(token_ids) < max_model_len and 0 <= min(token_ids) <= max(token_ids) < 2**31
+def _is_acceptable(prompt: Mapping[str, Any], max_model_len: int) -> bool:
+    """False for a rendered prompt that vLLM is about to refuse, whatever its options are."""
+    token_ids = _token_ids(prompt)
+    length = len(token_ids) or len(prompt.get("prompt_embeds", ()))
+    in_range = not token_ids or 0 <= min(token_ids) <= max(token_ids) < 2**31
+    return 0 < length < max_model_len and in_range
 
 
 def _with_resolved_options(
