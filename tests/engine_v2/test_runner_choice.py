@@ -89,7 +89,31 @@ def test_the_start_up_line_says_which_runner_runs(
         runner.drafter.load_model(runner.get_model())
     logger.removeHandler(caplog.handler)
     (line,) = {message for message in caplog.messages if "method input_copy" in message}
-    assert "on vLLM's V2 model runner (vLLM's default), synchronous scheduling" in line
+    assert (
+        "on vLLM's V2 model runner (vLLM's default), synchronous scheduling (there is no GPU"
+        in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ({}, None),
+        ({"async_scheduling": True}, None),
+        ({"async_scheduling": False}, "asked for"),
+        ({"speculative_config": METHODS["suffix_tree"]}, "behind each step's tokens"),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler_cls was given"),
+        (V1_ALONE, "V1 runner"),
+    ],
+)
+def test_it_says_why_steps_wait_for_each_other(
+    engine: dict[str, Any], reason: str | None, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "has_gpu", lambda: True)
+    made = config_of(tiny_model, **{"speculative_config": METHODS["input_copy"], **engine})
+    assert made.scheduler_config.async_scheduling == (reason is None)
+    found = made.speculative_config.spec_ext.synchronous_because
+    assert found is None if reason is None else reason in found
 
 
 def widths_of(made: Any, most: int) -> list[int]:

@@ -153,7 +153,7 @@ def test_why_an_engine_waits(
     one: Any = SimpleNamespace(**{**DRAFTER, **drafter})
     found = why_waiting(one, SimpleNamespace(**{**SETTINGS, **settings}))  # type: ignore[arg-type]
     assert (found is None) == (reason is None)
-    line = scheduling(True, found)
+    line = scheduling(None, found)
     assert (reason or "looked up on the device") in line
-    assert scheduling(False, found) == "synchronous scheduling"
-    assert "docs/gpu.md" in scheduling(False, found, may_be_async=True)
+    assert scheduling("asked for", found) == "synchronous scheduling (asked for)"
+    assert "docs/gpu.md" in scheduling("asked for", found, may_be_async=True)

@@ -169,7 +169,7 @@ class Drafter:
             "trees" if self.drafts_trees else "chains",
             self._settings.runner,
             scheduling(
-                self._is_async,
+                None if self._is_async else self._settings.synchronous_because or "vLLM's choice",
                 self.waits_because,
                 may_be_async=device.type != "cpu" and self._vllm_config.use_v2_model_runner,
             ),

@@ -105,10 +105,10 @@ def drafts_late(parsed: "ParsedMethod", runner: RunnerChoice) -> bool:
     return asks is not None and bool(asks(parsed.options))
 
 
-def is_async(
+def why_synchronous(
     args: "EngineArgs", parallel: "ParallelConfig", runner: RunnerChoice, *, late: bool
-) -> bool:
-    """Whether scheduling is asynchronous: what the user said, else where it costs nothing.
+) -> str | None:
+    """Why a step waits for the one before, as was asked or as it costs nothing; None: none does.
 
     Args:
         args: ``EngineArgs``.
@@ -117,10 +117,16 @@ def is_async(
         late: As of :func:`drafts_late`.
     """
     if not runner.is_v2:
-        return False
+        return "the V1 runner knows no other with our methods"
     if args.async_scheduling is not None:
-        return args.async_scheduling
-    return late and args.scheduler_cls is None and has_gpu() and _runs_ahead(parallel)
+        return None if args.async_scheduling else "asked for"
+    if not late:
+        return "drafts are made behind each step's tokens"
+    if args.scheduler_cls is not None:
+        return "scheduler_cls was given"
+    if not has_gpu():
+        return "there is no GPU that would wait for the host"
+    return None if _runs_ahead(parallel) else "the executor takes one step at a time"
 
 
 def _runs_ahead(parallel: "ParallelConfig") -> bool:

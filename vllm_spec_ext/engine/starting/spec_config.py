@@ -81,6 +81,8 @@ class MethodSettings(BaseModel):
     """Requests without a ``cache_salt`` share what proposers learn of their tokens."""
     runner: str = ""
     """vLLM's model runner and why, for the start-up line."""
+    synchronous_because: str | None = None
+    """Why no step is prepared while another runs, for the same line; None = it is."""
     online: OnlineOptions | None = None
     """How the drafter learns while it serves; None = it does not."""
 
@@ -296,7 +298,10 @@ def build_spec_config(
     runner = choose_runner(engine_args, method, target_parallel_config)
     refuse_async(engine_args, method, runner)
     late = scheduling.drafts_late(parsed, runner)
-    is_async = scheduling.is_async(engine_args, target_parallel_config, runner, late=late)
+    synchronous_because = scheduling.why_synchronous(
+        engine_args, target_parallel_config, runner, late=late
+    )
+    is_async = synchronous_because is None
     if late and is_async:
         most = parsed.vllm_options["num_speculative_tokens"]
         rests = scheduling.may_rest(engine_args, parsed.given, parsed.options)
@@ -335,6 +340,7 @@ def build_spec_config(
         rule=parsed.rule,
         share_unsalted=share_unsalted,
         runner=str(runner),
+        synchronous_because=synchronous_because,
         online=parsed.online,
     )
     if not settings.lossless:

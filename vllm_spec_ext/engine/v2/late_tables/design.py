@@ -25,18 +25,20 @@ def why_waiting(drafter: "Drafter", settings: MethodSettings) -> str | None:
     return drafter.not_late_because
 
 
-def scheduling(is_async: bool, waits_because: str | None, *, may_be_async: bool = False) -> str:
+def scheduling(
+    synchronous_because: str | None, waits_because: str | None, *, may_be_async: bool = False
+) -> str:
     """For the start-up line.
 
     Args:
-        is_async: Whether it is asynchronous.
+        synchronous_because: Why scheduling is not asynchronous; None: it is.
         waits_because: As of :func:`why_waiting`.
         may_be_async: The engine has a GPU, which waits for the host between two steps, and the
             runner that could do without.
     """
-    if not is_async:
-        hint = " (plain decoding may be faster on a GPU, docs/gpu.md)" if may_be_async else ""
-        return f"synchronous scheduling{hint}"
+    if synchronous_because is not None:
+        hint = "; plain decoding may be faster on a GPU, docs/gpu.md" if may_be_async else ""
+        return f"synchronous scheduling ({synchronous_because}{hint})"
     if waits_because is None:
         return "asynchronous scheduling, drafts looked up on the device in tables one step old"
     return f"asynchronous scheduling, drafts made behind each step's tokens ({waits_because})"
