@@ -7,9 +7,10 @@ Sampled texts, too: noise is a function of seed and position there.
 from typing import Any
 
 import pytest
-from generation import count_preempted, run, run_with_aborts, tokens
+from generation import count_preempted, run, run_with_aborts, sampling_params, tokens
 from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_greedy_identity import METHODS, runner_of
+from test_placeholders import INPUT_COPY, PROMPT, verified_rows
 
 ORACLES = ("oracle", "oracle_tree")
 GUESSING = ("input_copy", "adaptive_ngram_chain", "adaptive_ngram_tree", "auto")
@@ -136,3 +137,11 @@ def test_a_copy_is_drafted_again_in_the_next_turn(plain: Any, make_engine: Any) 
     answers = tokens(run(plain, second))
     for _ in range(2):
         assert tokens(run(engine, second)) == answers
+
+
+def test_a_cached_prompt_verifies_no_placeholders(plain: Any, make_engine: Any) -> None:
+    params = sampling_params({"max_tokens": 12, "ignore_eos": True})
+    (out,) = plain.generate(PROMPT, params, use_tqdm=False)
+    found, scheduled, verified = verified_rows(make_engine(speculative_config=INPUT_COPY), params)
+    assert found == list(out.outputs[0].token_ids)
+    assert (scheduled, verified) == ([-1] * 8, [])

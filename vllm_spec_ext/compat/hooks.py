@@ -109,7 +109,8 @@ FUNCTIONS: tuple[Hook, ...] = (
     Hook(
         _RUNNER,
         "GPUModelRunner.execute_model",
-        "what was counted goes along with the answer",
+        "a step begins; what was counted goes along with the answer",
+        names=("scheduler_output",),
     ),
     Hook(
         _RUNNER,

@@ -512,6 +512,7 @@ CLASSES: tuple[Reads, ...] = (
             "total_num_scheduled_tokens": "int",
             "scheduled_spec_decode_tokens": "dict[str, list[int]]",
             "num_spec_tokens_to_schedule": "int",
+            "has_structured_output_requests": "bool",
             "finished_req_ids": "set[str]",
             "scheduled_new_reqs": "list[NewRequestData]",
             "preempted_req_ids": "set[str] | None",

@@ -20,6 +20,7 @@ from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
 from vllm_spec_ext.engine.models.batch_events import BatchRow, batch_rows
 from vllm_spec_ext.engine.models.kv_binding import KvParts
 from vllm_spec_ext.engine.models.target_states import default_layers
+from vllm_spec_ext.engine.placeholders import without_placeholders
 from vllm_spec_ext.engine.requests.leaving import leaving_requests, let_go
 from vllm_spec_ext.engine.requests.state import KnownRequest, RequestState, RequestStates
 from vllm_spec_ext.engine.row_padding import RowPadding
@@ -126,13 +127,15 @@ class SpecRunnerMixin:
         self.kv_by_layer = allocate(*args, **kwargs)
         return self.kv_by_layer
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         """A step, or its first half; what was counted goes along with the answer.
 
         Here and not in the worker, as vLLM's Ray executor calls the runner itself (0.32
         ``RayWorkerWrapper.execute_model_ray``).
         """
-        output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
+        if self.step_drafts.budget is not None:
+            scheduler_output = without_placeholders(scheduler_output)
+        output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         return put_news(output, self.drafter.counts)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:

@@ -232,16 +232,16 @@ class StepDrafts:
         """By now the new tokens are on the host; returns the time, at which drafting starts."""
         now = time.perf_counter()
         if self.budget is not None:
-            verified = [
-                (len(draft), len(tokens))
-                for draft, tokens in zip(step.drafts, new_tokens, strict=True)
-                if tokens
-            ]
+            emitted = list(filter(None, map(len, new_tokens)))
+            drafted = [token for draft in step.drafts for token in draft]
+            # Placeholders (-1) take time, and are no drafts that failed.
+            num_drafted = sum(token >= 0 for token in drafted)
+            is_usual = num_drafted == len(drafted)
             self.budget.verified(
-                len(verified),
-                sum(num_drafted for num_drafted, _ in verified),
-                sum(num_tokens for _, num_tokens in verified),
-                None if step.started is None else now - step.started,
+                len(emitted),
+                num_drafted,
+                sum(emitted),
+                now - step.started if step.started is not None and is_usual else None,
                 self._num_branches(step),
             )
         return now

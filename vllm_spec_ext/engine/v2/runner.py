@@ -17,6 +17,7 @@ from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
 from vllm_spec_ext.engine.models.kv_binding import KvParts
 from vllm_spec_ext.engine.models.target_states import default_layers
+from vllm_spec_ext.engine.placeholders import without_placeholders
 from vllm_spec_ext.engine.requests import state as request_state
 from vllm_spec_ext.engine.requests.leaving import leaving_requests, let_go
 from vllm_spec_ext.engine.requests.state import KnownRequest, RequestStates
@@ -172,6 +173,8 @@ class SpecRunnerV2Mixin:
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         """A step begins; an answer of its own carries what was counted (V1 runner, the same)."""
         self._step_started = time.perf_counter()
+        if self.step_drafts.budget is not None:
+            scheduler_output = without_placeholders(scheduler_output)
         output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         return put_news(output, self.drafter.counts)
 
