@@ -219,6 +219,24 @@ def test_a_fresh_engine_starts_plain_then_only_compares_then_drafts_little() -> 
     assert "balance" in found.reason
 
 
+def test_what_earns_with_many_requests_is_found_in_the_first_steps() -> None:
+    """Drafts that are held short do not pay: the few tokens of eight requests cost any draft."""
+    found = [
+        simulate(
+            Machine(token=0.1, drafting=0.07, idle=0.01),
+            lambda step: 0.7,
+            num_steps=300,
+            seed=seed,
+            most=1,
+            batch=BATCHES["eight"],
+            budget=DraftBudget(can_rest=True),
+        ).ratio(0, 300)
+        for seed in range(12)
+    ]
+    assert sum(found) / len(found) > 1.05
+    assert min(found) > 0.98
+
+
 def test_drafts_whose_shadows_fail_are_never_verified() -> None:
     run = simulate(Machine(drafting=0.0), ACCEPTANCE["always wrong"], budget=DraftBudget())
     assert not any(run.num_drafted)

@@ -17,6 +17,7 @@ The less may still be lost, the surer a proposer must be of a token. Where they 
 No clock here: times are given.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +33,9 @@ _FIRST_STEPS = 50
 _CAUTION = 1.5  # standard errors that estimated costs are raised by
 _AMPLE = 0.6  # of the limit; with less, drafts must be surer
 _SURE = 0.4
-_AT_ONCE = 0.3  # of what is at stake, the part that one step may lose if drafts earn nothing
+# Of what is at stake, the part that one step may lose if drafts earn nothing: of one request; of
+# more it grows as their root, as the drafts of many seldom all fail, up to the second.
+_AT_ONCE, _MOST_AT_ONCE = 0.3, 0.7
 _DOUBT = 0.1  # plain steps a step: loss from which on nothing is put at stake
 # Of what drafts earned lately, and of what they earn for sure, a step: how soon a method is back.
 _RETURN, _SURE_RETURN = 0.2, 0.4
@@ -40,6 +43,8 @@ _RETURNED = 0.6  # plain steps: up to there
 _SHADOW = 0.002  # plain steps a step: what shadow drafts may cost
 _SAVED_SHADOW = 0.2  # plain steps: of that, what is saved up for dear ones, and a fresh engine has
 _FIRST_SHADOWS = 6  # steps with shadow drafts before the first ones are verified
+# Weight of a step with shadow drafts in the short memory: for each request, and at most.
+_SHADOW_WEIGHT, _MOST_SHADOW_WEIGHT = 0.03, 0.25
 _RESTS = 7  # steps in a row whose tokens are read later
 
 _FIRST_DRAFTING = 0.1  # drafting of a step in plain steps, before it was measured
@@ -218,12 +223,16 @@ class DraftBudget:
         found = self.costs.estimate(num_requests)
         if num_drafted and found is not None:
             gain = num_accepted / num_requests - found.extra(num_drafted)
-            self._earned(gain, num_requests, found.plain_s)
+            # Seldom, and as much as pays: it says more than drafts that were held short.
+            weight = min(_MOST_SHADOW_WEIGHT, _SHADOW_WEIGHT * num_requests)
+            self._earned(gain, num_requests, found.plain_s, weight)
 
-    def _earned(self, gain: float, num_requests: int, plain_s: float) -> None:
+    def _earned(
+        self, gain: float, num_requests: int, plain_s: float, least_weight: float = 0.0
+    ) -> None:
         """Remember what the drafts of a step gave, less what drafting takes."""
         drafting = self._usual_drafting(num_requests, plain_s)
-        self._gains.add(gain - drafting, drafting)
+        self._gains.add(gain - drafting, drafting, least_weight)
 
     def drafted(self, seconds: Mapping[str, float]) -> None:
         """Count what drafting took after that, by method; the step is over."""
@@ -347,7 +356,8 @@ class DraftBudget:
             rests = self._resting is not None and not comes_back
             return Allowance(0, probability, why, may_rest=rests)
         # Drafts that earn little and vary much would lose it all in one step, and then stand still.
-        at_once = stake * min(1.0, _AT_ONCE + max(0.0, self._gains.lately))
+        part = min(_MOST_AT_ONCE, _AT_ONCE * math.sqrt(num_requests))
+        at_once = stake * min(1.0, part + max(0.0, self._gains.lately))
         if _careful(found, total) + drafting <= at_once:
             return Allowance(None, probability, state, fixed, branch)
         affordable = max(least, self._affordable(found, total, at_once - drafting))

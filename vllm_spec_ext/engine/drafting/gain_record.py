@@ -59,19 +59,20 @@ class GainRecord:
         self._share_failed = 0.5
         self._failed_in_a_row = 0
 
-    def add(self, gain: float, drafting: float) -> None:
+    def add(self, gain: float, drafting: float, least_weight: float = 0.0) -> None:
         """Count a step.
 
         Args:
             gain: What its drafts earned, drafting included.
             drafting: What drafting takes, which is lost if they fail.
+            least_weight: Of the step in the short memory.
         """
         self.num_steps += 1
         first = 1.0 / self.num_steps
         # Neither what was earned nor what was lost before outweighs what is seen now for long.
         failed = gain <= 0.0
         before = min(self._short.mean, _TRUSTED) if failed else max(self._short.mean, _LEAST)
-        weight = max(first, min(_LATELY_DEAR, max(_LATELY, drafting)))
+        weight = max(first, least_weight, min(_LATELY_DEAR, max(_LATELY, drafting)))
         self._short.add(gain, weight, before)
         before = min(self._long.mean, _LASTING_TRUSTED) if failed else self._long.mean
         weight = max(first, _LASTING)
