@@ -47,6 +47,7 @@ class Calibration:
         self._squares = np.full_like(self.weights, _FIRST_SQUARES)
         self.trust = PathTrust()
         self._pending: dict[str, _Pending] = {}
+        self._hopeful: NDArray[np.float64] | None = None  # until something is learned
         self._warm_up()
 
     @property
@@ -56,7 +57,9 @@ class Calibration:
         What looks too unlikely is not drafted, so it could never turn out to be better. An upper
         bound on what it may deserve has it tried, and falls to the weight with each trial.
         """
-        return self.weights + (self.weights != 0.0) * (_HOPE / np.sqrt(self._squares))
+        if self._hopeful is None:
+            self._hopeful = self.weights + (self.weights != 0.0) * (_HOPE / np.sqrt(self._squares))
+        return self._hopeful
 
     def _warm_up(self) -> None:
         """Compile now: a draft of no verified node teaches nothing."""
@@ -93,6 +96,7 @@ class Calibration:
         draft = self._pending.pop(request_id, None)
         if draft is None:
             return
+        self._hopeful = None
         is_accepted = np.zeros(len(draft.parents), np.bool_)
         is_accepted[list(accepted)] = True
         self._kernels.learn(

@@ -9,11 +9,6 @@ them name a token together is a column of its own. The arithmetic of classes is 
 compiled with the search.
 """
 
-from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
-
 OWN, ANSWERS, RECYCLED, COPY, DRAFTER = range(5)
 NUM_SOURCES = 5
 TOGETHER = NUM_SOURCES
@@ -45,23 +40,3 @@ def matched_class(length: int, share: int) -> int:
         share: Which of :data:`NUM_SHARES`.
     """
     return 1 + length * NUM_SHARES + share
-
-
-def given_class(probability: float, deep: bool) -> int:
-    """Class of a token that a source gives a probability.
-
-    Args:
-        probability: Behind its parent.
-        deep: Recycled: under one token instead of two. Others: not the first of its draft.
-    """
-    return 1 + deep * NUM_PROBS + int(np.searchsorted(PROBS, probability, side="right"))
-
-
-def given_classes(parents: Sequence[int], path_probs: NDArray[np.float32]) -> NDArray[np.int16]:
-    """[n] class of each node of a draft that says how probable its paths are."""
-    classes = np.empty(len(parents), np.int16)
-    for node, parent in enumerate(parents):
-        above = float(path_probs[parent]) if parent >= 0 else 1.0
-        conditional = float(path_probs[node]) / above if above > 0.0 else 0.0
-        classes[node] = given_class(conditional, parent >= 0)
-    return classes

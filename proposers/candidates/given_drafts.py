@@ -6,9 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_spec_ext.proposers.base import Draft, IntArray
-from vllm_spec_ext.proposers.candidates.evidence import given_classes
-from vllm_spec_ext.proposers.draft_tree import parents_of
+from vllm_spec_ext.proposers.base import EMPTY_DRAFT, Draft, IntArray
 
 
 @dataclass(frozen=True)
@@ -17,11 +15,11 @@ class Given:
 
     tokens: IntArray  # [n]
     parents: IntArray  # [n] within the same draft, -1 = the root
-    classes: NDArray[np.int16]  # [n] of evidence
+    paths: NDArray[np.float32]  # [n] path probabilities
     second: int  # where the second draft begins
 
 
-NOTHING_GIVEN = Given(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int16), 0)
+NOTHING_GIVEN = Given(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32), 0)
 
 
 def given_by(copy: Draft | None, draft: Draft | None) -> Given:
@@ -31,21 +29,20 @@ def given_by(copy: Draft | None, draft: Draft | None) -> Given:
         copy: Of the input.
         draft: Of a drafter.
     """
-    tokens, parents, classes = [], [], []
-    for one in (copy, draft):
-        if one is None or not len(one):
-            continue
-        up = parents_of(one)
-        probs = one.path_probs
-        tokens.append(one.tokens)
-        parents.append(np.array(up, np.int32))
-        classes.append(given_classes(up, np.ones(len(one), np.float32) if probs is None else probs))
-    second = 0 if copy is None else len(copy)
-    if not tokens:
+    first, second = copy or EMPTY_DRAFT, draft or EMPTY_DRAFT
+    if not len(first) and not len(second):
         return NOTHING_GIVEN
-    return Given(
-        np.concatenate(tokens).astype(np.int32),
-        np.concatenate(parents),
-        np.concatenate(classes),
-        second,
+    parts = [_arrays(one) for one in (first, second) if len(one)]
+    if len(parts) == 1:
+        return Given(*parts[0], second=len(first))
+    tokens, parents, paths = (np.concatenate(both) for both in zip(*parts, strict=True))
+    return Given(tokens, parents, paths, len(first))
+
+
+def _arrays(draft: Draft) -> tuple[IntArray, IntArray, NDArray[np.float32]]:
+    size, parents, paths = len(draft), draft.parents, draft.path_probs
+    return (
+        np.asarray(draft.tokens, np.int32),
+        np.arange(-1, size - 1, dtype=np.int32) if parents is None else parents.astype(np.int32),
+        np.ones(size, np.float32) if paths is None else np.asarray(paths, np.float32),
     )

@@ -190,6 +190,30 @@ def _name_matched(  # type: ignore[no-untyped-def]
 
 
 @kernel
+def given_class(probability, deep):  # type: ignore[no-untyped-def]
+    """Class of a token that a source gives a probability.
+
+    Args:
+        probability: Behind its parent.
+        deep: Recycled: under one token instead of two. Others: not the first of its draft.
+    """
+    return 1 + deep * NUM_PROBS + np.searchsorted(_BOUNDS, probability, side="right")
+
+
+@kernel
+def _with_classes(given):  # type: ignore[no-untyped-def]
+    """The same drafts with the class of each node instead of the probability of its path."""
+    tokens, parents, paths, second = given
+    classes = np.empty(len(parents), np.int16)
+    for node in range(len(parents)):
+        first = 0 if node < second else second
+        above = paths[first + parents[node]] if parents[node] >= 0 else 1.0
+        conditional = paths[node] / above if above > 0.0 else 0.0
+        classes[node] = given_class(conditional, 1 if parents[node] >= 0 else 0)
+    return tokens, parents, classes, second
+
+
+@kernel
 def _name_recycled(text, end, table, group, candidates, classes, count):  # type: ignore[no-untyped-def]
     """Name what the target foresaw behind these tokens; returns the number of candidates."""
     keys, kept_tokens, kept_probs = table
@@ -201,8 +225,7 @@ def _name_recycled(text, end, table, group, candidates, classes, count):  # type
         order = 1
     if slot >= 0:
         for i in range(kept_tokens.shape[1]):
-            strength = np.searchsorted(_BOUNDS, kept_probs[slot, i], side="right")
-            strength += 1 + order * NUM_PROBS
+            strength = given_class(kept_probs[slot, i], order)
             count = _add(candidates, classes, count, kept_tokens[slot, i], RECYCLED, strength)
     return count
 
@@ -210,11 +233,11 @@ def _name_recycled(text, end, table, group, candidates, classes, count):  # type
 @kernel
 def _name_given(given, which, pointer, candidates, classes, count):  # type: ignore[no-untyped-def]
     """Name the children of a node in one of the drafts; returns the number of candidates."""
-    tokens, parents, given_classes, second = given
+    tokens, parents, strengths, second = given
     start, stop = (0, second) if which == 0 else (second, len(tokens))
     for i in range(start, stop):
         if parents[i] == pointer:
-            count = _add(candidates, classes, count, tokens[i], COPY + which, given_classes[i])
+            count = _add(candidates, classes, count, tokens[i], COPY + which, strengths[i])
     return count
 
 
@@ -278,8 +301,8 @@ def grow(  # type: ignore[no-untyped-def]
         answers: Index of earlier answers; the same.
         table: Keys, tokens and probabilities of recycled rows.
         group: Whose rows may be seen; below 0 = none.
-        given: Tokens, parents and classes of the drafts that sources bring, and where the second
-            one begins.
+        given: Tokens, parents and path probabilities of the drafts that sources bring, and where
+            the second one begins; parents are places in the same draft.
         weights: [columns, classes] log-odds that each adds; 0 in class 0.
         vocab_size: Larger numbers are no tokens.
         max_ngram: Longest suffix that is looked up.
@@ -289,6 +312,7 @@ def grow(  # type: ignore[no-untyped-def]
     Returns:
         Parents, tokens, path probabilities, and [n, columns] classes.
     """
+    drafts = _with_classes(given)
     parents, tokens = np.empty(room, np.int32), np.empty(room, np.int32)
     paths, depths = np.empty(room, np.float32), np.empty(room, np.int32)
     evidence = np.zeros((room, NUM_COLUMNS), np.int16)
@@ -298,9 +322,8 @@ def grow(  # type: ignore[no-untyped-def]
     agreeing = np.zeros((room + 1, 2), np.int32)
     pointers = np.full((room + 1, 2), _NOWHERE, np.int32)
     pointers[room] = -1
-    candidates = np.empty(_MOST_CANDIDATES, np.int32)
+    candidates, odds = np.empty(_MOST_CANDIDATES, np.int32), np.empty(_MOST_CANDIDATES, np.float64)
     classes = np.empty((_MOST_CANDIDATES, NUM_COLUMNS), np.int16)
-    odds = np.empty(_MOST_CANDIDATES, np.float64)
     # Candidates of all nodes that wait for their turn.
     waiting = np.empty(_MOST_WAITING, np.float32)
     waiting_nodes = np.empty((_MOST_WAITING, 2), np.int32)  # parent, token
@@ -326,7 +349,7 @@ def grow(  # type: ignore[no-untyped-def]
             count = _name_recycled(text, end, table, group, candidates, classes, count)
         for which in range(2):
             pointer = pointers[state, which]
-            count = _name_given(given, which, pointer, candidates, classes, count)
+            count = _name_given(drafts, which, pointer, candidates, classes, count)
         _probabilities(classes, count, weights, odds)
         odds[:count] *= paths[node] if node >= 0 else 1.0
         for i in range(count):
@@ -346,7 +369,7 @@ def grow(  # type: ignore[no-untyped-def]
         waiting_classes[best] = waiting_classes[num_waiting]
         for which in range(2):
             pointer = pointers[parents[node] if parents[node] >= 0 else room, which]
-            pointers[node, which] = _find_given(given, which, pointer, tokens[node])
+            pointers[node, which] = _find_given(drafts, which, pointer, tokens[node])
     return parents[:num_nodes], tokens[:num_nodes], paths[:num_nodes], evidence[:num_nodes]
 
 

@@ -92,7 +92,7 @@ class Lookup:
         rows.keep(0, row)
         rows.find(0, 0, 0)
         given, nothing = NOTHING_GIVEN, self._nothing.arrays
-        no_drafts = (given.tokens, given.parents, given.classes, given.second)
+        no_drafts = (given.tokens, given.parents, given.paths, given.second)
         weights = np.zeros((NUM_COLUMNS, NUM_CLASSES))
         args = (self._vocab_size, self._max_ngram, 1, 1.0)
         buffer = np.zeros(2, np.int32)
@@ -147,7 +147,7 @@ class Lookup:
             (self._nothing if answers is None else answers.index).arrays,
             self._rows.table,
             group,
-            (given.tokens, given.parents, given.classes, given.second),
+            (given.tokens, given.parents, given.paths, given.second),
             weights,
             self._vocab_size,
             self._max_ngram,

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.base import IntArray
+from vllm_spec_ext.proposers.candidates.evidence import NUM_COLUMNS
+from vllm_spec_ext.proposers.candidates.lookup import Candidates
 
 BOUNDS = (-3.5, -2.5, -1.7, -1.0, -0.4, 0.2, 0.8, 1.5, 2.3, 3.2)
 """Of the log-odds that sources add up to."""
@@ -22,6 +24,7 @@ _RATE = 0.3  # of learning; AdaGrad
 _FIRST_SQUARES = 3.0
 _MEMORY = 0.999  # of the sums of squares
 _OWN_RATE, _OWN_MEMORY = 0.25, 0.97  # of what is a request's own
+_NO_BIAS = np.zeros(2)
 
 
 class PathTrust:
@@ -37,24 +40,36 @@ class PathTrust:
         self._biases: dict[str, NDArray[np.float64]] = {}
         self._rates = np.array([_RATE, _MEMORY, _OWN_RATE, _OWN_MEMORY])
         nothing, no_paths = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        self.corrected("", nothing, no_paths)  # compile now
+        no_evidence = np.zeros((0, NUM_COLUMNS), np.int16)
+        tree = Candidates(nothing, nothing, no_paths, no_evidence, no_paths)
+        self.best_part("", tree, 0.0, 0.0)  # compile now
         self.learn("", nothing, no_paths, 0, np.zeros(0, np.bool_))
         self.forget("")
 
-    def corrected(
-        self, request_id: str, parents: IntArray, paths: NDArray[np.float32]
-    ) -> NDArray[np.float32]:
-        """[n] probability of each path, as far as the sources can be trusted; at most its parent's.
+    def best_part(
+        self, request_id: str, tree: Candidates, node_cost: float, branch_cost: float
+    ) -> Candidates:
+        """The tree with probabilities as far as the sources can be trusted, likeliest path first.
+
+        Branches that earn less than one costs are left out.
 
         Args:
             request_id: Whose tree.
-            parents: [n], before their children.
-            paths: [n] as the sources say.
+            tree: As the sources say.
+            node_cost: Tokens that verifying a node costs.
+            branch_cost: Tokens that each branch costs beside its nodes.
         """
-        found = np.empty(len(paths), np.float32)
-        bias = self._biases.get(request_id, np.zeros(2))
-        self._kernels.correct(parents, paths, self.corrections, bias, found)
-        return found
+        parents, tokens, paths, evidence, said = self._kernels.best_part(
+            tree.parents,
+            tree.tokens,
+            tree.said,
+            tree.evidence,
+            self.corrections,
+            self._biases.get(request_id, _NO_BIAS),
+            node_cost,
+            branch_cost,
+        )
+        return Candidates(parents, tokens, paths, evidence, said)
 
     def learn(
         self,

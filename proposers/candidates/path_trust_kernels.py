@@ -5,6 +5,7 @@ import numpy as np
 
 from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.proposers.candidates.path_trust import BOUNDS, DEPTHS
+from vllm_spec_ext.proposers.payoff.branch_kernels import keep_paying
 
 _BOUNDS = np.array(BOUNDS)
 _DEPTHS = np.array(DEPTHS)
@@ -24,7 +25,7 @@ def _log_odds(parents, paths, node):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def correct(parents, paths, corrections, bias, corrected):  # type: ignore[no-untyped-def]
+def _correct(parents, paths, corrections, bias, corrected):  # type: ignore[no-untyped-def]
     """Write what the paths have turned out to be worth.
 
     Args:
@@ -44,6 +45,56 @@ def correct(parents, paths, corrections, bias, corrected):  # type: ignore[no-un
         log_odds += corrections[row, np.searchsorted(_BOUNDS, log_odds)] + bias[own]
         above = corrected[parent] if parent >= 0 else 1.0
         corrected[node] = above / (1.0 + np.exp(-log_odds))
+
+
+@kernel
+def best_part(  # type: ignore[no-untyped-def]
+    parents, tokens, said, evidence, corrections, bias, node_cost, branch_cost
+):
+    """The nodes by what they have turned out to be worth, without branches that do not pay.
+
+    Args:
+        parents: [n], before their children.
+        tokens: [n]
+        said: [n] path probabilities, as the sources say.
+        evidence: [n, columns] classes.
+        corrections, bias: As of :func:`_correct`.
+        node_cost: Tokens that verifying a node costs.
+        branch_cost: Tokens that each branch costs beside its nodes.
+
+    Returns:
+        Parents, tokens, path probabilities, classes, and what the sources said, likeliest first.
+    """
+    size = len(parents)
+    trusted = np.empty(size, np.float32)
+    _correct(parents, said, corrections, bias, trusted)
+    # A path is never likelier than its beginning, so parents stay before their children: equals
+    # keep their order.
+    order, places = np.empty(size, np.int32), np.empty(size, np.int32)
+    for node in range(size):
+        place = node
+        while place > 0 and trusted[order[place - 1]] < trusted[node]:
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = node
+    for place in range(size):
+        places[order[place]] = place
+    above, paths = np.empty(size, np.int32), trusted[order]
+    for place in range(size):
+        parent = parents[order[place]]
+        above[place] = places[parent] if parent >= 0 else -1
+    if branch_cost > 0.0:
+        keeps = np.empty(size, np.bool_)
+        keep_paying(above, paths - np.float32(node_cost), branch_cost, keeps)
+        num_kept = 0
+        for place in range(size):
+            if keeps[place]:
+                order[num_kept], paths[num_kept] = order[place], paths[place]
+                above[num_kept] = places[above[place]] if above[place] >= 0 else -1
+                places[place] = num_kept
+                num_kept += 1
+        order, paths, above = order[:num_kept], paths[:num_kept], above[:num_kept]
+    return above, tokens[order], paths, evidence[order], said[order]
 
 
 @kernel

@@ -21,7 +21,6 @@ from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
 from vllm_spec_ext.proposers.candidates.lookup import Candidates, Lookup
 from vllm_spec_ext.proposers.candidates.node_choice import choose
 from vllm_spec_ext.proposers.draft_tree import is_branching
-from vllm_spec_ext.proposers.payoff import branches
 from vllm_spec_ext.proposers.payoff.forward_payoff import Retries
 
 _DOUBTFUL = 0.7  # of the least probability: sources may promise too little
@@ -51,7 +50,6 @@ class TreeDrafts:
 
         self._depth_first = depth_first
         depth_first(np.zeros((0, 3), np.int32))  # compile now
-        branches.warm_up()
         self._names = names
         self._adaptive = adaptive_length
         self._retries = Retries()
@@ -83,19 +81,7 @@ class TreeDrafts:
         """
         tree = lookup.grow(request, self.calibration.hopeful, _DOUBTFUL * costs.node, given)
         trust = self.calibration.trust
-        paths = trust.corrected(request.request_id, tree.parents, tree.said)
-        # A path is never likelier than its beginning, so parents stay before their children.
-        order = np.argsort(-paths, kind="stable")
-        place = np.empty(len(order) + 1, np.int32)
-        place[order], place[-1] = np.arange(len(order)), -1
-        parents, paths = place[tree.parents[order]], paths[order]
-        kept = branches.paying_nodes(parents, paths - np.float32(costs.node), costs.branch)
-        if kept is not None:
-            order, paths = order[kept], paths[kept]
-            parents = branches.parents_among(parents, kept)
-        return Candidates(
-            parents, tree.tokens[order], paths, tree.evidence[order], tree.said[order]
-        )
+        return trust.best_part(request.request_id, tree, costs.node, costs.branch)
 
     def make(self, step: StepContext, trees: Sequence[Candidates | None]) -> list[Draft]:
         """One draft for each request.

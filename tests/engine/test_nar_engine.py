@@ -4,7 +4,6 @@
 import itertools
 import json
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +205,8 @@ def resting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def every_second(self: Any, requests: list[Any]) -> Any:
         if next(turns) % 2:
-            requests = [replace(request, room=0) for request in requests]
+            for request in requests:
+                request.room = 0
         return within(self, requests)
 
     monkeypatch.setattr(StepDrafts, "_rests", rests)
@@ -254,7 +254,9 @@ def test_a_second_turn_finds_what_the_first_one_did_not_read(
         return True
 
     def no_room(self: Any, requests: list[Any]) -> Any:
-        return [replace(request, room=0) for request in requests], UNLIMITED
+        for request in requests:
+            request.room = 0
+        return UNLIMITED
 
     engine = engines("chain")
     engine.reset_prefix_cache()

@@ -3,7 +3,6 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -144,9 +143,9 @@ class StepDrafts:
             )
             for row in rows
         ]
-        requests = self._with_next_tokens(step, rows, requests)
+        self._add_next_tokens(step, rows, requests)
         known = self._follow_shadows(requests)
-        requests, allowance = self._within_budget(requests)
+        allowance = self._within_budget(requests)
         hidden = None
         if runner.drafter.needs.hidden_states and rows:
             last = step.last_rows(new_tokens)
@@ -257,43 +256,43 @@ class StepDrafts:
             self.budget.shadowed(result.num_requests, result.num_drafted, result.num_accepted)
         return outcomes
 
-    def _within_budget(self, requests: list[RequestStep]) -> tuple[list[RequestStep], Allowance]:
+    def _within_budget(self, requests: list[RequestStep]) -> Allowance:
         """Take away the room that drafts have not earned."""
         if self.budget is None:
-            return requests, UNLIMITED
+            return UNLIMITED
         rooms = [request.room for request in requests]
         allowance = self.budget.allow(rooms, is_following=bool(self._shadows))
         if allowance.is_shadow:
             self._runner.drafter.count_held_back(sum(room > 0 for room in rooms))
-            few = [replace(request, room=min(request.room, MOST_TOKENS)) for request in requests]
-            return few, allowance
+            for request in requests:
+                request.room = min(request.room, MOST_TOKENS)
+            return allowance
         if allowance.max_tokens is None or not requests:
-            return requests, allowance
+            return allowance
         if allowance.max_tokens and self._runner.drafter.needs.shares_nodes:
             self._runner.drafter.count_held_back(len(requests))
-            return requests, allowance
+            return allowance
         self._num_held_back += 1  # the remainder goes to another request each time
         given = shares(allowance.max_tokens, rooms, self._num_held_back % len(requests))
         self._runner.drafter.count_held_back(sum(map(int.__lt__, given, rooms)))
-        held = [replace(request, room=room) for request, room in zip(requests, given, strict=True)]
-        return held, allowance
+        for request, room in zip(requests, given, strict=True):
+            request.room = room
+        return allowance
 
-    def _with_next_tokens(
-        self, step: Step, rows: Sequence[int], requests: list[RequestStep]
-    ) -> list[RequestStep]:
+    def _add_next_tokens(
+        self, step: Step, rows: Sequence[int], requests: Sequence[RequestStep]
+    ) -> None:
         """Add what the target foresees at the rows of the step, where the proposer needs it."""
         if step.likeliest is None or not self._runner.drafter.needs.next_tokens:
-            return requests
+            return
         histories = [(-1, -1)] * len(step.request_ids)
         for row, request in zip(rows, requests, strict=True):
             num_new = len(request.new_tokens) - (request.num_steps - 1)  # in this step
             before = request.token_ids[: len(request.token_ids) - num_new][-2:]
             histories[row] = (-1, -1, *before.tolist())[-2:]
         found = step.likeliest.of_requests(histories, step.drafts, step.parents)
-        return [
-            replace(request, next_tokens=found[row])
-            for row, request in zip(rows, requests, strict=True)
-        ]
+        for row, request in zip(rows, requests, strict=True):
+            request.next_tokens = found[row]
 
     def request_step(
         self, request_id: str, state: RequestState, new_tokens: list[int], max_draft_tokens: int

@@ -14,6 +14,7 @@ from vllm_spec_ext.proposers.candidates.evidence import (
     RECYCLED,
     TOGETHER,
 )
+from vllm_spec_ext.proposers.candidates.kernels import given_class
 
 HALF = np.full(3, 0.5, np.float32)
 
@@ -76,7 +77,7 @@ def test_what_the_scheduler_cut_off_teaches_nothing_and_a_request_that_is_gone_n
 def test_every_class_has_a_place() -> None:
     highest = evidence.matched_class(len(evidence.LENGTHS), evidence.NUM_SHARES - 1)
     assert highest < evidence.OTHERS
-    assert evidence.given_class(1.0, True) < evidence.OTHERS
+    assert given_class(1.0, 1) < evidence.OTHERS
     assert evidence.OTHERS + len(evidence.LENGTHS) < evidence.NUM_CLASSES
 
 

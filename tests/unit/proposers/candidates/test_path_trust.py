@@ -9,15 +9,25 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import UNSALTED, RequestStep, StepContext, StepOutcome
-from vllm_spec_ext.proposers.candidates.lookup import Lookup
+from vllm_spec_ext.proposers.candidates.evidence import NUM_COLUMNS
+from vllm_spec_ext.proposers.candidates.lookup import Candidates, Lookup
 from vllm_spec_ext.proposers.candidates.path_trust import PathTrust
 from vllm_spec_ext.proposers.candidates.tree_drafts import DraftCosts, TreeDrafts
 from vllm_spec_ext.proposers.draft_tree import tree_problem
+from vllm_spec_ext.proposers.payoff.branches import parents_among, paying_nodes
 from vllm_spec_ext.proposers.suffix_tree import SuffixTree
 
 LENGTH = 10
 CHAIN = np.arange(-1, LENGTH - 1, dtype=np.int32)
 PROMISED = np.cumprod(np.full(LENGTH, 0.9)).astype(np.float32)  # 5.86 tokens
+
+
+TREE = Candidates(CHAIN, CHAIN, PROMISED, np.zeros((LENGTH, NUM_COLUMNS), np.int16), PROMISED)
+
+
+def trusted(trust: PathTrust, name: str) -> NDArray[np.float32]:
+    """What the promised paths are worth in this request."""
+    return trust.best_part(name, TREE, 0.0, 0.0).paths
 
 
 def drafts(
@@ -36,7 +46,7 @@ def drafts(
             if random.random() >= truth(depth):
                 break
             accepted[depth] = True
-        expected += float(trust.corrected(name, CHAIN, PROMISED).sum())
+        expected += float(trusted(trust, name).sum())
         found += float(accepted.sum())
         trust.learn(name, CHAIN, PROMISED, LENGTH, accepted)
     return expected / count, found / count
@@ -52,7 +62,7 @@ def drafts(
 )
 def test_what_is_expected_becomes_what_is_found(truth: Callable[[int], float]) -> None:
     trust, random = PathTrust(), np.random.default_rng(1)
-    fresh = trust.corrected("r", CHAIN, PROMISED)
+    fresh = trusted(trust, "r")
     np.testing.assert_allclose(fresh, PROMISED, rtol=1e-3)
     drafts(trust, random, truth, count=300)
     expected, found = drafts(trust, random, truth, count=1500)
@@ -62,14 +72,12 @@ def test_what_is_expected_becomes_what_is_found(truth: Callable[[int], float]) -
 def test_a_text_that_is_harder_than_others_is_expected_less_of_within_a_dozen_drafts() -> None:
     trust, random = PathTrust(), np.random.default_rng(2)
     drafts(trust, random, lambda depth: 0.9, count=400, name="easy")
-    before = trust.corrected("hard", CHAIN, PROMISED).sum()
+    before = trusted(trust, "hard").sum()
     drafts(trust, random, lambda depth: 0.1, count=12, name="hard")
-    assert trust.corrected("hard", CHAIN, PROMISED).sum() < 0.6 * before
-    assert trust.corrected("easy", CHAIN, PROMISED).sum() > 0.7 * before
+    assert trusted(trust, "hard").sum() < 0.6 * before
+    assert trusted(trust, "easy").sum() > 0.7 * before
     trust.forget("hard")  # one that comes under the same name is another text
-    np.testing.assert_allclose(
-        trust.corrected("hard", CHAIN, PROMISED), trust.corrected("new", CHAIN, PROMISED)
-    )
+    np.testing.assert_allclose(trusted(trust, "hard"), trusted(trust, "new"))
 
 
 def test_nodes_that_were_not_reached_or_not_verified_teach_nothing() -> None:
@@ -143,3 +151,39 @@ def test_text_that_breaks_every_copy_is_drafted_for_ever_less() -> None:
         tokens.append(new[3])
     assert sum(sizes[:3]) > 10
     assert sum(sizes[-10:]) < 0.2 * 10 * max(sizes)
+
+
+@pytest.mark.parametrize("branch_cost", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("seed", range(20))
+def test_branches_that_do_not_pay_are_left_out(seed: int, branch_cost: float) -> None:
+    """As the plain way says: sort, take away, count anew."""
+    random, size = np.random.default_rng(seed), 14
+    parents = np.array([random.integers(-1, max(1, node)) for node in range(size)], np.int32)
+    parents[0] = -1
+    said = np.empty(size, np.float32)
+    for node, parent in enumerate(parents):
+        # Of a few values, so that some are equal.
+        said[node] = random.choice([0.5, 0.9]) * (said[parent] if parent >= 0 else 1.0)
+    tokens = np.arange(100, 100 + size, dtype=np.int32)
+    evidence = np.arange(size * NUM_COLUMNS, dtype=np.int16).reshape(size, NUM_COLUMNS)
+    tree = Candidates(parents, tokens, said, evidence, said)
+    trust = PathTrust()
+    drafts(trust, random, lambda depth: 0.6, count=20)
+    alone = trust.best_part("r", tree, 0.1, 0.0)
+    order = alone.tokens - 100
+    assert sorted(order.tolist()) == list(range(size))
+    assert (np.diff(alone.paths) <= 0.0).all()
+    equal = np.diff(alone.paths) == 0.0
+    assert (np.diff(order)[equal] > 0).all(), "equals keep their order"
+    assert [order[parent] if parent >= 0 else -1 for parent in alone.parents] == parents[
+        order
+    ].tolist()
+    found = trust.best_part("r", tree, 0.1, branch_cost)
+    kept = paying_nodes(alone.parents, alone.paths - np.float32(0.1), branch_cost)
+    if kept is None:
+        kept = np.arange(size, dtype=np.int32)
+    assert found.parents.tolist() == parents_among(alone.parents, kept).tolist()
+    assert found.tokens.tolist() == alone.tokens[kept].tolist()
+    assert found.paths.tolist() == alone.paths[kept].tolist()
+    assert found.evidence.tolist() == evidence[order[kept]].tolist()
+    assert found.said.tolist() == said[order[kept]].tolist()

@@ -11,6 +11,7 @@ from vllm_spec_ext.proposers.base import UNSALTED, NextTokens, RequestStep
 from vllm_spec_ext.proposers.candidates import evidence
 from vllm_spec_ext.proposers.candidates.evidence import ANSWERS, COPY, DRAFTER, OWN, RECYCLED
 from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
+from vllm_spec_ext.proposers.candidates.kernels import given_class
 from vllm_spec_ext.proposers.candidates.lookup import Lookup
 from vllm_spec_ext.proposers.candidates.priors import first_log_odds
 from vllm_spec_ext.proposers.draft_tree import tree_problem
@@ -233,11 +234,11 @@ def test_two_drafts_are_merged_and_credited_to_both() -> None:
     sources = lookup(own_text=False)
     step = request([0, 1])
     sources.follow(step)
-    high = evidence.given_class(0.9, False)
+    high = given_class(0.9, 0)
     given = Given(
         np.array([2, 3, 2, 4], np.int32),
         np.array([-1, 0, -1, 0], np.int32),
-        np.array([high, high, high, high], np.int16),
+        np.array([0.9, 0.81, 0.9, 0.81], np.float32),
         2,
     )
     found = sources.grow(step, WEIGHTS, 0.0, given)
