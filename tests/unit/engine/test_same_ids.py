@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether two tokenizers mean the same by their ids, and how big the scratch of models is."""
 
+import logging
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -73,3 +75,14 @@ def test_too_little_room_beside_scratch_blocks() -> None:
     check_room(left=100, available=500, needed=501, num_blocks=4)
     with pytest.raises(SpecExtError, match=r"found 1000 bytes, expected at least 1001: 601 .*4 bl"):
         check_room(left=600, available=1000, needed=601, num_blocks=4)
+
+
+def test_what_is_much_of_the_kv_cache_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm.spec_ext")
+    logger.addHandler(caplog.handler)  # vLLM's loggers hand nothing on
+    check_room(left=750 << 20, available=1000 << 20, needed=1 << 20, num_blocks=4)
+    assert not caplog.messages
+    check_room(left=700 << 20, available=1000 << 20, needed=1 << 20, num_blocks=4)
+    logger.removeHandler(caplog.handler)
+    (message,) = set(caplog.messages)
+    assert "300 of the 1000 MiB of KV cache are set aside for drafts (4 blocks)" in message

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many KV blocks are set aside for branches, and for drafts that leave a request's blocks."""
 
+import logging
+
 from vllm_spec_ext.errors import SpecExtError
 
+logger = logging.getLogger("vllm.spec_ext")
+
 MAX_TREES = 16  # requests that may draft branches in the same step before trees get smaller
+
+_MUCH = 0.25  # of the KV cache: so much less for requests has them wait for each other
 
 
 def num_scratch_blocks(
@@ -32,7 +38,7 @@ def num_scratch_blocks(
 
 
 def check_room(left: int, available: int, needed: int, num_blocks: int) -> None:
-    """Say so if scratch blocks and page means leave no room for a request.
+    """Say so if scratch blocks and page means leave little for requests, or no room for one.
 
     Where one would not fit without them either, nothing is said: vLLM's own message is right then.
 
@@ -45,6 +51,16 @@ def check_room(left: int, available: int, needed: int, num_blocks: int) -> None:
     Raises:
         SpecExtError: With what can be done.
     """
+    if available - left > _MUCH * available:
+        logger.warning(
+            "vllm-spec-ext: %d of the %d MiB of KV cache are set aside for drafts (%d blocks), so "
+            "batches may wait for blocks that plain decoding would have; raise "
+            "--kv-cache-memory-bytes or --gpu-memory-utilization, or lower --max-num-seqs or "
+            "num_speculative_tokens",
+            (available - left) >> 20,
+            available >> 20,
+            num_blocks,
+        )
     if left >= needed or available < needed:
         return
     raise SpecExtError(
