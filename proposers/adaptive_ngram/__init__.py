@@ -107,7 +107,7 @@ class AdaptiveNgram(BaseProposer):
         """Learn the new tokens of all requests, then draft for each."""
         if self._more is None:
             return self.drafter.propose(step)
-        # No costs here: how much of it is drafted is decided with the other sources.
+        # All of it, whatever it costs: how much is drafted is decided with the other sources.
         return self._more.merge(step, self.drafter.propose(StepContext(step.requests)))
 
     @classmethod

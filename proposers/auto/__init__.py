@@ -160,7 +160,7 @@ class Auto(BaseProposer):
         if not any(request.room for request in step.requests):
             return [EMPTY_DRAFT] * len(copies)
         if self._copy is not None:
-            # No costs here: how much of it is drafted is decided here.
+            # All of it, whatever it costs: how much is drafted is decided here.
             copies = self._copy.propose(StepContext(step.requests))
         trees = self._grow(step, copies, [None] * len(copies))
         rows = [row for row, tree in enumerate(trees) if tree is not None]

@@ -108,7 +108,7 @@ def drafts_late(parsed: "ParsedMethod", runner: RunnerChoice) -> bool:
 def why_synchronous(
     args: "EngineArgs", parallel: "ParallelConfig", runner: RunnerChoice, *, late: bool
 ) -> str | None:
-    """Why a step waits for the one before, as was asked or as it costs nothing; None: none does.
+    """Why each step waits for the one before: it was asked for, or costs nothing; None: none does.
 
     Args:
         args: ``EngineArgs``.

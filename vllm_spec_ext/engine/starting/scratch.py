@@ -51,6 +51,18 @@ def check_room(left: int, available: int, needed: int, num_blocks: int) -> None:
     Raises:
         SpecExtError: With what can be done.
     """
+    if available < needed:
+        return
+    if left < needed:
+        raise SpecExtError(
+            f"too little KV cache beside what drafts need: found {available} bytes, expected at "
+            f"least {needed + available - left}: {needed} for one request of max_model_len tokens, "
+            f"and {available - left} for drafts ({num_blocks} blocks for branches and for what is "
+            "drafted ahead, and means of pages where a view chooses them). Raise "
+            "--kv-cache-memory-bytes or --gpu-memory-utilization, or lower --max-model-len, "
+            "--max-num-seqs or num_speculative_tokens; "
+            "a method that drafts chains without a model needs no such blocks"
+        )
     if available - left > _MUCH * available:
         logger.warning(
             "vllm-spec-ext: %d of the %d MiB of KV cache are set aside for drafts (%d blocks), so "
@@ -61,14 +73,3 @@ def check_room(left: int, available: int, needed: int, num_blocks: int) -> None:
             available >> 20,
             num_blocks,
         )
-    if left >= needed or available < needed:
-        return
-    raise SpecExtError(
-        f"too little KV cache beside what drafts need: found {available} bytes, expected at least "
-        f"{needed + available - left}: {needed} for one request of max_model_len tokens, and "
-        f"{available - left} for drafts ({num_blocks} blocks for branches and for what is "
-        "drafted ahead, and means of pages where a view chooses them). Raise "
-        "--kv-cache-memory-bytes or --gpu-memory-utilization, or lower --max-model-len, "
-        "--max-num-seqs or num_speculative_tokens; "
-        "a method that drafts chains without a model needs no such blocks"
-    )
