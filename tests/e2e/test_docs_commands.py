@@ -28,7 +28,7 @@ from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.provenance import collect
 from vllm_spec_ext.bench.records import (
-    DraftCounters,
+    EngineCounters,
     EngineFacts,
     EngineRun,
     QuestionRecord,
@@ -181,7 +181,7 @@ def make_online_folder(folder: Path) -> None:
 def made_up_result() -> dict[str, Any]:
     """What `bench --json` writes, of one prompt."""
     turn = TurnRecord(5, (1, 2, 3), (1, 2), 0.1, 1.0, (0.1, 0.9))
-    run = EngineRun((QuestionRecord(0, "all", (turn,)),), 1.0, DraftCounters(), None, 0)
+    run = EngineRun((QuestionRecord(0, "all", (turn,)),), 1.0, EngineCounters(), None, 0)
     result = BenchResult(
         BenchSettings(model="m", methods=["plain"]),
         [Method("plain", None)],

@@ -303,12 +303,12 @@ def test_heads_that_do_not_divide_by_the_ranks(tiny_model: Path, tmp_path: Path)
 
 def test_too_little_memory_for_two_models(tiny_model: Path) -> None:
     """32 tokens of 3 layers, 2 heads of 32, keys and values in float32: 49,152 bytes a model."""
-    words = "too little KV cache for 2 draft.*kv_cache_memory_bytes=2000000.*takes 147456 bytes"
+    words = "too little KV cache for 2 draft.*kv_cache_memory_bytes=1000000.*takes 147456 bytes"
     with pytest.raises(SpecExtError, match=words):
         start(
             tiny_model,
             with_models(tiny_model, tiny_model),
-            kv_cache_memory_bytes=2_000_000,
+            kv_cache_memory_bytes=1_000_000,
             block_size=32,
             max_num_seqs=4,
         )

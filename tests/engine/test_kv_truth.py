@@ -15,8 +15,8 @@ from generation import run, sampling_params, tokens
 from scenarios import PROMPTS, Scenario
 from test_greedy_identity import runner_of
 
-from vllm_spec_ext.engine.drafting import drafter as drafter_module
 from vllm_spec_ext.engine.drafting import step_drafts
+from vllm_spec_ext.engine.starting.scratch import ScratchNeed
 from vllm_spec_ext.engine.trees import attention as tree_attention
 from vllm_spec_ext.engine.trees.plan import RequestRows, TreePlan, build_plan
 from vllm_spec_ext.errors import SpecExtError
@@ -220,7 +220,8 @@ def test_segments_without_scratch_are_ignored(
 def test_engine_with_few_scratch_blocks(
     num_blocks: int, make_engine: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafter_module, "num_scratch_blocks", lambda *args: num_blocks)
+    few = ScratchNeed(num_blocks, num_blocks)
+    monkeypatch.setattr(ScratchNeed, "of_drafts", lambda *args: few)
     engine = make_engine(
         speculative_config={**TREE, "wrong": 0.1 + num_blocks / 100}, max_model_len=ROOMY
     )
@@ -240,7 +241,7 @@ def test_memory_that_scratch_blocks_use_up(
         return make_engine(speculative_config=config, **sizes)
 
     with pytest.raises(SpecExtError, match="beside what drafts need") as refused:
-        start(2 << 20)
+        start(800_000)
     found = re.search(r"expected at least (\d+)", str(refused.value))
     assert found is not None
     needed = int(found[1])

@@ -210,8 +210,8 @@ def test_late_drafts_need_nothing_of_trees(make_engine: Any) -> None:
     config = {"method": "auto", "num_speculative_tokens": 8}
     runner = runner_of(make_engine(speculative_config=config, async_scheduling=True))
     assert runner.late_steps is not None
-    assert runner.drafter.num_scratch_blocks == 0
+    assert runner.drafter.scratch_need.most == 0
     assert runner.tree_attention is None
     waiting = runner_of(make_engine(speculative_config=config))
-    assert waiting.drafter.num_scratch_blocks > 0
+    assert waiting.drafter.scratch_need.most > 0
     assert waiting.tree_attention is not None

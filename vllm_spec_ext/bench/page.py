@@ -54,6 +54,7 @@ def _section(saved: SavedBench) -> dict[str, Any]:
         "notes": [
             *report.acceptance_lines(result.summaries()),
             *report.slowest_lines(result),
+            *report.kv_cache_lines(result),
             *report.right_answer_lines(result.summaries()),
             *report.verdict_lines(result),
         ],

@@ -54,25 +54,27 @@ class QuestionRecord:
 
 
 @dataclass(frozen=True)
-class DraftCounters:
-    """vLLM's own counters over one run (``vllm:spec_decode_num_*``)."""
+class EngineCounters:
+    """vLLM's own counters over one run (``vllm:spec_decode_num_*``, ``vllm:num_preemptions``)."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    num_preemptions: int = 0  # requests that gave up their KV blocks, to be computed again
 
-    def __sub__(self, earlier: "DraftCounters") -> "DraftCounters":
+    def __sub__(self, earlier: "EngineCounters") -> "EngineCounters":
         """What was counted since ``earlier``."""
         before = earlier.accepted_per_position or (0,) * len(self.accepted_per_position)
-        return DraftCounters(
+        return EngineCounters(
             self.num_drafts - earlier.num_drafts,
             self.num_draft_tokens - earlier.num_draft_tokens,
             self.num_accepted_tokens - earlier.num_accepted_tokens,
             tuple(now - then for now, then in zip(self.accepted_per_position, before, strict=True)),
+            self.num_preemptions - earlier.num_preemptions,
         )
 
-    def __add__(self, other: "DraftCounters") -> "DraftCounters":
+    def __add__(self, other: "EngineCounters") -> "EngineCounters":
         """Both together; the shorter list of positions is padded with zeros."""
         mine, theirs = self.accepted_per_position, other.accepted_per_position
         width = max(len(mine), len(theirs))
@@ -80,11 +82,12 @@ class DraftCounters:
         def padded(counts: Sequence[int]) -> list[int]:
             return [*counts, *[0] * (width - len(counts))]
 
-        return DraftCounters(
+        return EngineCounters(
             self.num_drafts + other.num_drafts,
             self.num_draft_tokens + other.num_draft_tokens,
             self.num_accepted_tokens + other.num_accepted_tokens,
             tuple(a + b for a, b in zip(padded(mine), padded(theirs), strict=True)),
+            self.num_preemptions + other.num_preemptions,
         )
 
 
@@ -94,7 +97,7 @@ class EngineRun:
 
     questions: tuple[QuestionRecord, ...]  # in order of their index
     wall_s: float
-    counters: DraftCounters
+    counters: EngineCounters
     propose_us: tuple[float, ...] | None  # drafter time of each step; None = not measurable
     rss_bytes: int  # resident memory of the engine's processes after the run
 
@@ -105,7 +108,7 @@ def join_runs(parts: Sequence[EngineRun]) -> EngineRun:
     return EngineRun(
         questions=tuple(record for part in parts for record in part.questions),
         wall_s=sum(part.wall_s for part in parts),
-        counters=sum((part.counters for part in parts), DraftCounters()),
+        counters=sum((part.counters for part in parts), EngineCounters()),
         propose_us=tuple(us for some in times for us in some) if times else None,
         rss_bytes=max(part.rss_bytes for part in parts),
     )
@@ -129,4 +132,5 @@ class EngineFacts:
     lossless: bool  # False for methods that change the output on purpose
     device: str
     start_s: float
+    kv_tokens: int | None = None  # room for KV of requests; None where vLLM does not say
     prompt_lengths: tuple[int, ...] = ()  # tokens of each question's first turn

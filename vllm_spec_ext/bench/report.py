@@ -112,6 +112,26 @@ def slowest_lines(result: BenchResult) -> list[str]:
     ]
 
 
+def kv_cache_lines(result: BenchResult) -> list[str]:
+    """Whether engines had less room for requests than others, and who waited for it.
+
+    Scratch blocks for draft trees and draft models share the memory that all engines get alike.
+    """
+    room = {name: f.kv_tokens for name, f in result.facts.items() if f.kv_tokens is not None}
+    lines = []
+    if len(set(room.values())) > 1:
+        parts = [f"{name} {tokens:,}" for name, tokens in room.items()]
+        lines.append("KV cache, tokens of requests: " + ", ".join(parts))
+    waited = [
+        f"{summary.method} {summary.counters.num_preemptions} (batch {summary.batch_size})"
+        for summary in result.summaries()
+        if summary.counters.num_preemptions
+    ]
+    if waited:
+        lines.append("requests preempted for want of KV cache: " + ", ".join(waited))
+    return lines
+
+
 def right_answer_lines(summaries: Sequence[Summary]) -> list[str]:
     """One line a method, where questions say what a right answer holds."""
     return [
@@ -164,6 +184,7 @@ def markdown(result: BenchResult, provenance: Mapping[str, Any]) -> str:
         markdown_table(*drift_table(result)) if result.drifts else "",
         "\n".join(f"- {line}" for line in acceptance_lines(result.summaries())),
         "\n".join(f"- {line}" for line in slowest_lines(result)),
+        "\n".join(f"- {line}" for line in kv_cache_lines(result)),
         "\n".join(f"- {line}" for line in right_answer_lines(result.summaries())),
         "\n".join(f"- {line}" for line in verdict_lines(result)),
         f"Command: `{provenance['command']}`",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_spec_ext.bench.prompts import WITHIN_DATASET
-from vllm_spec_ext.bench.records import DraftCounters, EngineRun, QuestionRecord, Run
+from vllm_spec_ext.bench.records import EngineCounters, EngineRun, QuestionRecord, Run
 from vllm_spec_ext.bench.windows import slowest_window
 
 
@@ -57,7 +57,7 @@ class Summary:
     first_token_ms: Spread
     speed_up: Spread | None  # None: no plain run to compare with
     speed_up_by_category: dict[str, float] | None  # batch 1 only
-    counters: DraftCounters
+    counters: EngineCounters
     acceptance_per_position: list[float]  # accepted at this position / drafts, as vLLM counts
     draft_length: float | None  # mean over drafts
     acceptance_rate: float | None  # accepted / drafted tokens
@@ -151,7 +151,7 @@ def _summarise(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> S
         pairs = [(run, group[0]) for run in group]
     divergences = [found for run, base in pairs for found in _divergences(run, base)]
     compared = sum(len(run.result.questions) for run, _ in pairs)
-    counters = sum((run.result.counters for run in group), DraftCounters())
+    counters = sum((run.result.counters for run in group), EngineCounters())
     times = [us for run in group for us in run.result.propose_us or ()]
     gaps = [1e3 * gap for one in questions for turn in one.turns for gap in turn.step_s[1:]]
     return Summary(

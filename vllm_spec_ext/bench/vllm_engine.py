@@ -12,11 +12,12 @@ from vllm_spec_ext.bench.engine_memory import memory_args
 from vllm_spec_ext.bench.measure import StepOutput
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Message
-from vllm_spec_ext.bench.records import DraftCounters, EngineFacts
+from vllm_spec_ext.bench.records import EngineCounters, EngineFacts
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 
 COUNTERS = "vllm:spec_decode_num_"
+PREEMPTIONS = "vllm:num_preemptions"
 REPLACEMENT_CHARACTER = "\ufffd"  # what incomplete UTF-8 decodes to
 
 
@@ -86,6 +87,7 @@ class VllmEngine:
             lossless=_is_lossless(method, config.speculative_config),
             device=current_platform.get_device_name() or current_platform.device_type,
             start_s=time.perf_counter() - begin,
+            kv_tokens=config.cache_config.kv_cache_size_tokens,
         )
 
     def close(self) -> None:
@@ -187,19 +189,20 @@ class VllmEngine:
                 self._reset_worker("spec_bench_forget")
             self._ask_worker("spec_bench_propose_us")
 
-    def counters(self) -> DraftCounters:
+    def counters(self) -> EngineCounters:
         """vLLM's counters since the engine started."""
         values: dict[str, Any] = {}
         for metric in self.llm.get_metrics():
-            if metric.name.startswith(COUNTERS):
+            if metric.name.startswith(COUNTERS) or metric.name == PREEMPTIONS:
                 values[metric.name.removeprefix(COUNTERS)] = getattr(
                     metric, "values", getattr(metric, "value", None)
                 )
-        return DraftCounters(
+        return EngineCounters(
             int(values.get("drafts", 0)),
             int(values.get("draft_tokens", 0)),
             int(values.get("accepted_tokens", 0)),
             tuple(values.get("accepted_tokens_per_pos", ())),
+            int(values.get(PREEMPTIONS, 0)),
         )
 
     def propose_us(self) -> tuple[float, ...] | None:

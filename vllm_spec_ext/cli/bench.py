@@ -258,6 +258,7 @@ def show(
     lines = [
         *report.acceptance_lines(summaries),
         *report.slowest_lines(result),
+        *report.kv_cache_lines(result),
         *report.right_answer_lines(summaries),
     ]
     for line in [*lines, report.caption(result, facts), *report.verdict_lines(result)]:

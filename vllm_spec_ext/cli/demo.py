@@ -47,7 +47,7 @@ def demo(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated methods to show beside plain decoding. Default: input_copy, and "
+            help="Comma-separated methods to show beside plain decoding. Default: auto, and "
             "with the small model blockwise and nar, whose drafters are part of this package."
         ),
     ] = None,
@@ -68,7 +68,7 @@ def demo(
     errors = Console(stderr=True)
     say_how_long(errors)
     folder = model or demo_model()
-    usual = "input_copy" if model else f"input_copy,{','.join(_TRAINED)}"
+    usual = "auto" if model else f"auto,{','.join(_TRAINED)}"
     names = usual if methods is None else methods
     shown = [name.strip() for name in names.split(",") if name.strip()]
     settings = BenchSettings.model_validate(

@@ -67,21 +67,25 @@ class SpecWorkerMixin:
         """Leave scratch blocks and page means out of the memory for requests."""
         specs = list(self.model_runner.get_kv_cache_spec().values())
         drafter = self.model_runner.drafter
-        scratch_bytes = drafter.num_scratch_blocks * sum(spec.page_size_bytes for spec in specs)
+        scratch, views = drafter.scratch_need, drafter.views
         available: int = super().determine_available_memory()  # type: ignore[misc]
-        # Scratch blocks have means, too.
-        left = drafter.views.without_means(available) - scratch_bytes
+        block = sum(spec.page_size_bytes for spec in specs)
+        room = views.without_means(available)  # scratch blocks have means, too
+        num_scratch = scratch.out_of(room // block) if block else 0
+        left = room - num_scratch * block
         config = self.vllm_config
         # Else the number of blocks is given, or max_model_len is made to fit.
         if (
-            config.cache_config.num_gpu_blocks_override is None
+            num_scratch
+            and config.cache_config.num_gpu_blocks_override is None
             and config.model_config.original_max_model_len != -1
         ):
             # One block beside those of a request is vLLM's own, the null block.
             needed = sum(
                 spec.max_memory_usage_bytes(config) + spec.page_size_bytes for spec in specs
             )
-            check_room(left, available, needed, drafter.num_scratch_blocks)
+            expected = views.with_means(scratch.with_requests(-(-needed // block)) * block)
+            check_room(left, available, needed, expected, num_scratch)
         return left
 
     def shutdown(self) -> None:

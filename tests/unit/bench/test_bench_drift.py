@@ -4,7 +4,7 @@
 import pytest
 
 from vllm_spec_ext.bench.drift import drift_of, edit_distance
-from vllm_spec_ext.bench.records import DraftCounters, EngineRun, QuestionRecord, Run, TurnRecord
+from vllm_spec_ext.bench.records import EngineCounters, EngineRun, QuestionRecord, Run, TurnRecord
 
 
 def run_of(name: str, answers: list[tuple[int, ...]]) -> Run:
@@ -14,7 +14,7 @@ def run_of(name: str, answers: list[tuple[int, ...]]) -> Run:
         )
         for i, tokens in enumerate(answers)
     )
-    return Run(name, 1, 0, EngineRun(records, 1.0, DraftCounters(), None, 0))
+    return Run(name, 1, 0, EngineRun(records, 1.0, EngineCounters(), None, 0))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from vllm_spec_ext.bench import engine_process
 from vllm_spec_ext.bench.engine_process import EngineServer
 from vllm_spec_ext.bench.measure import StepOutput
 from vllm_spec_ext.bench.prompts import Question
-from vllm_spec_ext.bench.records import DraftCounters
+from vllm_spec_ext.bench.records import EngineCounters
 
 
 class Worker:
@@ -50,8 +50,8 @@ class Worker:
     def propose_us(self) -> tuple[float, ...]:
         return self.times
 
-    def counters(self) -> DraftCounters:
-        return DraftCounters()
+    def counters(self) -> EngineCounters:
+        return EngineCounters()
 
 
 def serving(worker: Worker, pipe: Any) -> EngineServer:

@@ -12,7 +12,7 @@ from vllm_spec_ext.bench import provenance, report, saved
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.records import (
-    DraftCounters,
+    EngineCounters,
     EngineFacts,
     EngineRun,
     QuestionRecord,
@@ -27,7 +27,7 @@ from vllm_spec_ext.cli import demo
 def _run(tokens: tuple[int, ...], steps: tuple[int, ...], wall_s: float) -> EngineRun:
     gaps = (0.1, *[(wall_s - 0.1) / max(len(steps) - 1, 1)] * (len(steps) - 1))
     turn = TurnRecord(5, tokens, steps, 0.1, wall_s, gaps)
-    counters = DraftCounters(1, 4, 2, (1, 1, 0, 0)) if max(steps) > 1 else DraftCounters()
+    counters = EngineCounters(1, 4, 2, (1, 1, 0, 0)) if max(steps) > 1 else EngineCounters()
     return EngineRun((QuestionRecord(0, "copy", (turn,)),), wall_s, counters, None, 2**30)
 
 
@@ -97,6 +97,25 @@ def test_acceptance_line() -> None:
         "ngram (batch 1): 1 drafts of 4.0 tokens, 0.50 of them accepted; "
         "per position 1.00 1.00 0.00 0.00"
     )
+
+
+def test_engines_with_less_room_are_named() -> None:
+    result = _result()
+    assert report.kv_cache_lines(result) == []
+    for name, tokens in (("plain", 6400), ("ngram", 6400)):
+        result.facts[name] = EngineFacts("float32", True, "cpu", 1.0, kv_tokens=tokens)
+    assert report.kv_cache_lines(result) == []
+    result.facts["ngram"] = EngineFacts("float32", True, "cpu", 1.0, kv_tokens=2400)
+    run = result.runs[1].result
+    counters = run.counters + EngineCounters(num_preemptions=3)
+    result.runs[1] = Run("ngram", 1, 0, replace(run, counters=counters))
+    lines = report.kv_cache_lines(result)
+    assert lines == [
+        "KV cache, tokens of requests: plain 6,400, ngram 2,400",
+        "requests preempted for want of KV cache: ngram 3 (batch 1)",
+    ]
+    text = report.markdown(result, provenance.collect(["x"]))
+    assert all(f"- {line}\n" in text for line in lines)
 
 
 def test_json_holds_everything_and_no_nan() -> None:

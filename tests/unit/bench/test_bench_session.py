@@ -18,7 +18,7 @@ from vllm_spec_ext.bench.markdown_table import markdown_table
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.records import (
-    DraftCounters,
+    EngineCounters,
     EngineFacts,
     EngineRun,
     QuestionRecord,
@@ -64,7 +64,7 @@ class FakeClient:
             self.num_passes += begin == 0
         taken = TurnRecord(1, (1,), (1,), 0.1, 0.5, (0.1,))
         records = tuple(QuestionRecord(index, "all", (taken,)) for index in indices)
-        yield EngineRun(records, 0.5 * len(records), DraftCounters(1, 2, 1), (7.0,), 10)
+        yield EngineRun(records, 0.5 * len(records), EngineCounters(1, 2, 1), (7.0,), 10)
 
     def score(self, answers: Any) -> list[float]:
         if self.fails_at == SCORING:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vllm_spec_ext.bench import statistics
 from vllm_spec_ext.bench.records import (
-    DraftCounters,
+    EngineCounters,
     EngineRun,
     QuestionRecord,
     Run,
@@ -30,10 +30,10 @@ def question(
 def engine_run(
     *questions: QuestionRecord,
     wall_s: float = 10.0,
-    counters: DraftCounters | None = None,
+    counters: EngineCounters | None = None,
     propose_us: tuple[float, ...] | None = None,
 ) -> EngineRun:
-    return EngineRun(questions, wall_s, counters or DraftCounters(), propose_us, 2**20)
+    return EngineRun(questions, wall_s, counters or EngineCounters(), propose_us, 2**20)
 
 
 def test_tokens_per_step_is_a_micro_mean_with_and_without_the_prefill_step() -> None:
@@ -96,20 +96,21 @@ def test_percentile_is_the_smallest_value_that_covers_the_share(
 
 
 def test_counters_subtract_and_add() -> None:
-    early = DraftCounters(1, 5, 2, (1, 1, 0))
-    late = DraftCounters(3, 15, 6, (3, 2, 1))
-    assert late - early == DraftCounters(2, 10, 4, (2, 1, 1))
-    assert late - DraftCounters() == late
-    assert early + DraftCounters(1, 1, 1, (1,)) == DraftCounters(2, 6, 3, (2, 1, 0))
+    early = EngineCounters(1, 5, 2, (1, 1, 0), num_preemptions=1)
+    late = EngineCounters(3, 15, 6, (3, 2, 1), num_preemptions=4)
+    assert late - early == EngineCounters(2, 10, 4, (2, 1, 1), num_preemptions=3)
+    assert late - EngineCounters() == late
+    more = EngineCounters(1, 1, 1, (1,), num_preemptions=1)
+    assert early + more == EngineCounters(2, 6, 3, (2, 1, 0), num_preemptions=2)
 
 
 def test_joined_runs() -> None:
-    one = engine_run(question(0, (1,), 1.0), propose_us=(1.0,), counters=DraftCounters(1, 2, 1))
-    two = engine_run(question(1, (1,), 1.0), propose_us=(2.0,), counters=DraftCounters(1, 2, 0))
+    one = engine_run(question(0, (1,), 1.0), propose_us=(1.0,), counters=EngineCounters(1, 2, 1))
+    two = engine_run(question(1, (1,), 1.0), propose_us=(2.0,), counters=EngineCounters(1, 2, 0))
     both = join_runs([one, two])
     assert [record.index for record in both.questions] == [0, 1]
     assert (both.wall_s, both.propose_us) == (20.0, (1.0, 2.0))
-    assert both.counters == DraftCounters(2, 4, 1)
+    assert both.counters == EngineCounters(2, 4, 1)
     assert join_runs([engine_run(question(0, (1,), 1.0))]).propose_us is None
 
 
@@ -145,7 +146,7 @@ def test_divergences_are_counted_against_plain_and_plain_against_itself() -> Non
 
 
 def test_acceptance_and_drafter_times() -> None:
-    counters = DraftCounters(4, 16, 6, (4, 2, 0, 0))
+    counters = EngineCounters(4, 16, 6, (4, 2, 0, 0))
     run = engine_run(question(0, (1, 2), 1.0), counters=counters, propose_us=(1.0, 3.0, 100.0))
     (summary,) = statistics.summarise([Run("x", 8, 0, run)], None)
     assert summary.acceptance_per_position == [1.0, 0.5, 0.0, 0.0]

@@ -16,7 +16,7 @@ from gpu_bench.plan import ASYNC, PARTS, Part, chosen
 from gpu_check.machine import Gpu
 from vllm_spec_ext.bench.engine_client import EngineFailed
 from vllm_spec_ext.bench.records import (
-    DraftCounters,
+    EngineCounters,
     EngineFacts,
     EngineRun,
     QuestionRecord,
@@ -35,7 +35,7 @@ SETTINGS = BenchSettings(model="m", limit=2, batch_size=[1], repeats=1)
 def measured(name: str, tokens: Sequence[int] = (5, 6, 7)) -> Measured:
     turn = TurnRecord(3, tuple(tokens), (1, len(tokens) - 1), 0.1, 0.3, (0.1, 0.2))
     records = tuple(QuestionRecord(i, "code", (turn,)) for i in range(2))
-    run = EngineRun(records, 0.6, DraftCounters(), None, 1 << 20)
+    run = EngineRun(records, 0.6, EngineCounters(), None, 1 << 20)
     return Measured(EngineFacts("float32", True, "NVIDIA H200", 30.0), [Run(name, 1, 0, run)])
 
 

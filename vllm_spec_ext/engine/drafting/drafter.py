@@ -17,7 +17,7 @@ from vllm_spec_ext.engine.drafting.ranks import Ranks
 from vllm_spec_ext.engine.models.batch_events import block_events
 from vllm_spec_ext.engine.models.host import ModelHost
 from vllm_spec_ext.engine.packed_projection import packed_projection
-from vllm_spec_ext.engine.starting.scratch import num_scratch_blocks
+from vllm_spec_ext.engine.starting.scratch import NO_SCRATCH, ScratchNeed
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.engine.v2.late_tables.design import scheduling, why_waiting
@@ -87,7 +87,7 @@ class Drafter:
         self.models = ModelHost(spec_config.draft_models)
         self.views = ViewHost(spec_config.cache_views)
         self._chains_alone = False  # drafts late, whatever the options say of trees
-        self.num_scratch_blocks = num_scratch_blocks(
+        self.scratch_need = ScratchNeed.of_drafts(
             self.drafts_trees,
             self._num_draft_tokens,
             vllm_config.scheduler_config.max_num_seqs,
@@ -153,7 +153,7 @@ class Drafter:
         self._barrier = Barrier(self.info.name, self._engine.vocab_size)
         self.not_late_because, _ = self.ranks.lead(self._start_proposer)
         if self._is_async and self.waits_because is None:
-            self._chains_alone, self.num_scratch_blocks = True, 0
+            self._chains_alone, self.scratch_need = True, NO_SCRATCH
         warm_up_walk()
         if device.type == "cpu":
             warm_up_eta()

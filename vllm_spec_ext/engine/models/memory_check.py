@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 
 from vllm_spec_ext.engine.models.draft_config import DraftConfig
 from vllm_spec_ext.engine.starting.kv_blocks import expected_block_size
-from vllm_spec_ext.engine.starting.scratch import num_scratch_blocks
+from vllm_spec_ext.engine.starting.scratch import ScratchNeed
 from vllm_spec_ext.errors import SpecExtError
 
 if TYPE_CHECKING:
@@ -62,18 +62,19 @@ def check_memory(
     block_size = expected_block_size(args)
     configs = [target, *(draft.model_config for draft in drafts)]
     each = sum(block_bytes(config, parallel, block_size) for config in configs)
-    num_scratch = num_scratch_blocks(tree, num_draft_tokens, args.max_num_seqs or 1, block_size)
-    needed = -(-target.max_model_len // block_size) + 1 + num_scratch  # one is vLLM's null block
+    scratch = ScratchNeed.of_drafts(tree, num_draft_tokens, args.max_num_seqs or 1, block_size)
+    of_request = -(-target.max_model_len // block_size) + 1  # one is vLLM's null block
+    needed = scratch.with_requests(of_request)
     given = args.kv_cache_memory_bytes
     if given is not None and needed * each > given:
         own = block_bytes(target, parallel, block_size)
         raise SpecExtError(
             f"too little KV cache for {len(drafts)} draft model(s): found kv_cache_memory_bytes="
             f"{given}, expected at least {needed * each}: a block takes {each} bytes ({own} of the "
-            f"target), and {needed} blocks of {block_size} tokens are needed, {num_scratch} "
-            f"for branches and the others for one request of {target.max_model_len} tokens. Raise "
-            "--kv-cache-memory-bytes, lower --max-model-len or --max-num-seqs, or use fewer or "
-            "smaller draft models"
+            f"target), and {needed} blocks of {block_size} tokens are needed, "
+            f"{needed - of_request} for branches and the others for one request of "
+            f"{target.max_model_len} tokens. Raise --kv-cache-memory-bytes, lower --max-model-len "
+            "or --max-num-seqs, or use fewer or smaller draft models"
         )
     weights = sum(weight_bytes(config.model) for config in configs) // parallel.tensor_parallel_size
     total = int(current_platform.get_device_total_memory())

@@ -38,8 +38,8 @@ def add_scratch(
         Ids of the scratch blocks; none while vLLM profiles.
     """
     is_profiling = bool(args and args[0]) or kwargs.get("is_profiling", False)
-    num_scratch = 0 if is_profiling else runner.drafter.num_scratch_blocks
     first = kv_cache_config.num_blocks
+    num_scratch = 0 if is_profiling else runner.drafter.scratch_need.behind(first)
     initialize(with_scratch(kv_cache_config, num_scratch), *args, **kwargs)
     return range(first, first + num_scratch)
 

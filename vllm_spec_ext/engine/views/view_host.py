@@ -80,10 +80,19 @@ class ViewHost:
 
     def without_means(self, num_bytes: int) -> int:
         """What is left of memory for KV when page means take their part of it."""
-        if not any(spec.kind == "retrieval" for spec in self.specs):
-            return num_bytes
-        rows = 2 * self._block_size  # keys and values of a block; its mean is one key
-        return num_bytes * rows // (rows + 1)
+        rows = self._rows_of_a_mean
+        return num_bytes if rows is None else num_bytes * rows // (rows + 1)
+
+    def with_means(self, num_bytes: int) -> int:
+        """The least memory of which so much is left for KV."""
+        rows = self._rows_of_a_mean
+        return num_bytes if rows is None else -(-num_bytes * (rows + 1) // rows)
+
+    @property
+    def _rows_of_a_mean(self) -> int | None:
+        """Keys and values of a block, whose mean is one key; None if no view has means."""
+        has_means = any(spec.kind == "retrieval" for spec in self.specs)
+        return 2 * self._block_size if has_means else None
 
     def bind(self, num_blocks: int, block_size: int, spill: range, **caches: Any) -> None:
         """Use these KV blocks from now on.
