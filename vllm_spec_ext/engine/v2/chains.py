@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Acceptance of chains by the target's own draws, on the device."""
 
+from functools import lru_cache
+
 import torch
 
 
@@ -31,6 +33,13 @@ def follow_chains(
         places = places.clamp(max=sampled.shape[0] - 1)
         tokens = sampled[places]
         drafted = drafted[places].masked_fill_(is_missing, -1)
+    counts, all_of_them = _counts(num_drafted, tokens.device)
     agrees = drafted[:, 1:] == tokens[:, :-1]
-    accepted = agrees.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
-    return tokens, accepted.add_(1)
+    return tokens, torch.where(agrees, all_of_them, counts).amin(dim=1)
+
+
+@lru_cache(maxsize=8)
+def _counts(num_drafted: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of a chain that ends at each draft, and of one that does not end, int32."""
+    counts = torch.arange(1, num_drafted + 1, dtype=torch.int32, device=device)
+    return counts, torch.tensor(num_drafted + 1, dtype=torch.int32, device=device)
