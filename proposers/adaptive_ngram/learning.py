@@ -99,7 +99,7 @@ class Learner:
             state = self._state(request, current)
             self._learn_own(request, state)
             state.shared_slot = shared[request.share_group] if self.is_shared else NO_SLOT
-            if state.shared_slot != NO_SLOT:
+            if state.shared_slot != NO_SLOT and request.options.remember:
                 self._learn_shared(request, state, shared_half_life)
             slots.append(state.slot)
         return slots

@@ -155,7 +155,7 @@ class Auto(BaseProposer):
             self._drafter.observe(self._followed.follow(step.requests))
         for request in step.requests:
             if request.options.enabled:
-                self._lookup.follow(request, cast(InputCopyRequest, request.options).remember)
+                self._lookup.follow(request)
         copies: Sequence[Draft | None] = [None] * len(step.requests)
         if not any(request.room for request in step.requests):
             return [EMPTY_DRAFT] * len(copies)

@@ -18,7 +18,7 @@ import numpy as np
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
-from vllm_spec_ext.options import LearnedRequest, MethodOptions
+from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,
@@ -55,7 +55,6 @@ _SEED = 0x5EC0D4A7
     "blockwise",
     summary="Small heads on the target's last hidden state draft several tokens in one product.",
     options=BlockwiseOptions,
-    request_options=LearnedRequest,
     num_speculative_tokens=4,
     needs_checkpoint=True,
     tree=True,

@@ -40,9 +40,9 @@ class Candidates:
 class _Known:
     """What does not change while a request runs."""
 
-    group: str | None
+    group: str | None  # that its text serves
     num_prompt_tokens: int
-    remember: bool
+    is_new: bool  # its answer is not known yet
 
 
 class Lookup:
@@ -98,23 +98,19 @@ class Lookup:
         buffer = np.zeros(2, np.int32)
         self._kernels.grow(buffer, 1, nothing, nothing, rows.table, 0, no_drafts, weights, *args)
 
-    def follow(self, request: RequestStep, remember: bool = True) -> None:
-        """See what a step gave; call it for each request in each step.
-
-        Args:
-            request: Right after the step.
-            remember: Keep its answer for later requests of its group.
-        """
-        name, group = request.request_id, request.share_group
+    def follow(self, request: RequestStep) -> None:
+        """See what a step gave; call it for each request in each step, right after it."""
+        name = request.request_id
         if request.room <= 0 and name in self._known and request.num_output_tokens % _SELDOM:
             return  # it is read later, all at once
         if name not in self._known:
             # A request that was preempted comes back with its output; that is known already.
             is_new = request.num_output_tokens == len(request.new_tokens)
-            self._known[name] = _Known(group, request.num_prompt_tokens, remember and is_new)
+            group = request.share_group if request.options.remember else None
+            self._known[name] = _Known(group, request.num_prompt_tokens, is_new)
         self._texts.of(request)
         if self._recycles and request.next_tokens is not None:
-            self._rows.keep(self._numbers.of(group, name), request.next_tokens)
+            self._rows.keep(self._rows_of(name), request.next_tokens)
 
     def grow(
         self,
@@ -137,9 +133,7 @@ class Lookup:
         buffer = np.empty(size + request.room, np.int32)
         buffer[:size] = text.tokens[len(text) - size :]
         answers = self._answers.of(request.share_group)
-        group = -1
-        if self._recycles:
-            group = self._numbers.of(request.share_group, request.request_id)
+        group = self._rows_of(request.request_id) if self._recycles else -1
         parents, tokens, paths, evidence = self._kernels.grow(
             buffer,
             size,
@@ -156,10 +150,14 @@ class Lookup:
         )
         return Candidates(parents, tokens, paths, evidence, said=paths)
 
+    def _rows_of(self, name: str) -> int:
+        """Whose recycled rows a request finds and adds to: of its group, or its own alone."""
+        return self._numbers.of(self._known[name].group, name)
+
     def finish(self, request_id: str) -> None:
         """A request is gone, known or not; its answer stays."""
         known, text = self._known.pop(request_id, None), self._texts.known(request_id)
-        if known is not None and text is not None and known.remember:
+        if known is not None and text is not None and known.is_new:
             answer = text.tokens[known.num_prompt_tokens :].copy()
             self._answers.add(known.group, answer, answer)
         self._texts.forget(request_id)

@@ -50,7 +50,7 @@ class LookupMethod(BaseProposer):
     def _grow(self, request: RequestStep, costs: DraftCosts) -> Candidates | None:
         if not request.options.enabled:
             return None
-        self._lookup.follow(request, getattr(request.options, "remember", True))
+        self._lookup.follow(request)
         if request.room <= 0:
             return None
         return self._drafts.grow(self._lookup, request, costs)

@@ -95,10 +95,6 @@ class InputCopyRequest(RequestOptions):
     ) = None
     """As ``source_text``, already tokenised."""
 
-    remember: bool = True
-    """Keep this request's answer for later requests with the same ``cache_salt`` to copy from
-    (``earlier_answers``)."""
-
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
         fields = ("source_span", "source_markers", "source_text", "source_token_ids")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.options import LearnedRequest, MethodOptions
+from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     BaseProposer,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     "nar",
     summary="A block of masks over the target's hidden states drafts several tokens in one pass.",
     options=NarOptions,
-    request_options=LearnedRequest,
     num_speculative_tokens=8,
     needs_checkpoint=True,
     tree=True,

@@ -9,7 +9,7 @@ trees if asked to, and runs no pass that costs more than it saves.
 from collections.abc import Sequence
 from typing import cast
 
-from vllm_spec_ext.options import LearnedRequest, MethodOptions
+from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import ModelSpec, proposer
 from vllm_spec_ext.proposers.growth.learning_model import OneModelLearns
 from vllm_spec_ext.proposers.growth.model_names import named
@@ -21,7 +21,6 @@ from vllm_spec_ext.proposers.small_model.options import SmallModelOptions
     "small_model",
     summary="A small model of the target's vocabulary drafts a chain, or a tree.",
     options=SmallModelOptions,
-    request_options=LearnedRequest,
     num_speculative_tokens=4,
     needs_checkpoint=True,
     tree=True,

@@ -12,14 +12,13 @@ from typing import cast
 from vllm_spec_ext.proposers.base import EngineHandle, proposer
 from vllm_spec_ext.proposers.candidates.lookup import Lookup
 from vllm_spec_ext.proposers.candidates.lookup_method import LookupMethod
-from vllm_spec_ext.proposers.suffix_tree.options import RememberRequest, SuffixTreeOptions
+from vllm_spec_ext.proposers.suffix_tree.options import SuffixTreeOptions
 
 
 @proposer(
     "suffix_tree",
     summary="What followed where the end of the text occurred before, by how often it did.",
     options=SuffixTreeOptions,
-    request_options=RememberRequest,
     num_speculative_tokens=16,
     tree=True,
     best_for="text that repeats itself, its prompt or earlier answers",

@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of ``suffix_tree``, for the engine and for one request."""
+"""Options of ``suffix_tree``."""
 
 from pydantic import Field
 
-from vllm_spec_ext.options import MethodOptions, RequestOptions
-
-
-class RememberRequest(RequestOptions):
-    """What a request may say about what is kept of it."""
-
-    remember: bool = True
-    """Keep this request's answer for later requests with the same ``cache_salt`` to be drafted
-    from (``earlier_answers``)."""
+from vllm_spec_ext.options import MethodOptions
 
 
 class SuffixTreeOptions(MethodOptions):

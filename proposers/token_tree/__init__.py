@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.options import LearnedRequest, MethodOptions
+from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import ModelSpec, TargetFacts, proposer
 from vllm_spec_ext.proposers.growth.learning_model import OneModelLearns
 from vllm_spec_ext.proposers.growth.model_names import named
@@ -24,7 +24,6 @@ from vllm_spec_ext.proposers.token_tree.options import TokenTreeOptions
     "token_tree",
     summary="One or several small models draft a tree of likely continuations.",
     options=TokenTreeOptions,
-    request_options=LearnedRequest,
     num_speculative_tokens=16,
     needs_checkpoint=True,
     tree=True,

@@ -2,11 +2,10 @@
 """Options: what all of them have in common, and how they are read."""
 
 from vllm_spec_ext.options.base import MethodOptions, Options, RequestOptions
-from vllm_spec_ext.options.online import LearnedRequest, OnlineOptions
+from vllm_spec_ext.options.online import OnlineOptions
 from vllm_spec_ext.options.parse import parse_json, parse_options, unknown_option
 
 __all__ = [
-    "LearnedRequest",
     "MethodOptions",
     "OnlineOptions",
     "Options",

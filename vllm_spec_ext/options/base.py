@@ -46,6 +46,11 @@ class RequestOptions(Options):
     """Acceptance rule of this request: ``"exact"``, or stricter parameters of the server's rule,
     e.g. ``{"k": 1}``; JSON text over HTTP. It can never be looser than the server's."""
 
+    remember: bool = True
+    """Let later requests with the same ``cache_salt`` be drafted from what this one says, and a
+    drafter that learns while it serves (``online``) learn from it; ``false`` keeps nothing of its
+    text."""
+
     @field_validator("max_draft_tokens")
     @classmethod
     def _fit_the_wire(cls, value: int | None) -> int | None:

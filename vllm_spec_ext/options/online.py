@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from vllm_spec_ext.options.base import Options, RequestOptions
+from vllm_spec_ext.options.base import Options
 
 
 class OnlineOptions(Options):
@@ -79,10 +79,3 @@ class OnlineOptions(Options):
 
     seed: int = Field(default=0, ge=0)
     """Of all random choices."""
-
-
-class LearnedRequest(RequestOptions):
-    """Per-request options of methods that can learn while they serve."""
-
-    remember: bool = True
-    """Let the drafter learn from this request, where ``online`` is on."""

@@ -15,7 +15,7 @@ from vllm_spec_ext.proposers.base import RequestStep
 def wants_any(tap: Tap, request_ids: Sequence[str], states: Iterable[RequestState]) -> bool:
     """Whether any request of a batch is recorded."""
     return any(
-        tap.wants(request_id, state.share_group, getattr(state.options, "remember", False))
+        tap.wants(request_id, state.share_group, state.options.remember)
         for request_id, state in zip(request_ids, states, strict=True)
     )
 
@@ -41,7 +41,7 @@ def record_step(
     offsets = np.cumsum([0, *(len(draft) + 1 for draft in step.drafts)])
     chosen: list[tuple[int, list[int], int | None]] = []
     for place, (row, request) in enumerate(zip(rows, requests, strict=True)):
-        remember = getattr(request.options, "remember", False)
+        remember = request.options.remember
         if tap.wants(request.request_id, request.share_group, remember):
             nodes = step.accepted_nodes(row, len(request.new_tokens) - 1)
             first = int(offsets[row])

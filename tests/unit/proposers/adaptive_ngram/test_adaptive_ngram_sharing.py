@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
 from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings
@@ -46,9 +47,10 @@ def started(engine: EngineHandle = ENGINE, **options: object) -> AdaptiveNgram:
     return proposer
 
 
-def request(name: str, group: str | None, *more: int) -> RequestStep:
+def request(name: str, group: str | None, *more: int, remember: bool = True) -> RequestStep:
     ids = np.array([*PROMPT, *more], np.int32)
-    return RequestStep(name, ids, len(PROMPT), ids[-1:].tolist(), 1, share_group=group)
+    options = RequestOptions(remember=remember)
+    return RequestStep(name, ids, len(PROMPT), ids[-1:].tolist(), 1, options, share_group=group)
 
 
 def drafts(proposer: AdaptiveNgram, *requests: RequestStep) -> list[list[int]]:
@@ -70,6 +72,15 @@ def test_groups_never_see_each_others_tokens(overlay: str, search: str) -> None:
     # The same in one batch, in any order.
     batch = [request(f"batch-{i}", group) for i, group in enumerate(reversed(groups))]
     assert drafts(proposer, *batch) == [[], [12], [11], [10]]
+
+
+def test_a_request_may_teach_the_others_nothing() -> None:
+    """And learn from them all the same."""
+    proposer = started()
+    drafts(proposer, request("private", "a", 10, remember=False))
+    assert drafts(proposer, request("next", "a")) == [[]]
+    drafts(proposer, request("public", "a", 11))
+    assert drafts(proposer, request("private", "a", remember=False)) == [[11]]
 
 
 def test_a_request_that_comes_back_in_another_group_is_learned_there() -> None:

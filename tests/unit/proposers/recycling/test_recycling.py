@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.options import parse_options
+from vllm_spec_ext.options import RequestOptions, parse_options
 from vllm_spec_ext.proposers.base import (
     UNSALTED,
     Draft,
@@ -77,6 +77,17 @@ def test_rows_serve_the_requests_of_one_cache_salt(group: str, num_nodes: int) -
     drafted(method, [9, 20, 21], seen, share_group="one")
     draft = drafted(method, [8, 20, 21], None, "b", share_group=group)
     assert len(draft.tokens) == num_nodes
+
+
+def test_a_request_may_keep_its_rows_to_itself() -> None:
+    """It finds them; of its group nobody else does."""
+    for remember, num_nodes in ((True, 6), (False, 0)):
+        method = started()
+        options = RequestOptions(remember=remember)
+        seen = rows(*[(20 + i, 21 + i) for i in range(40)], first=40)
+        drafted(method, [9, 20, 21], seen, options=options)
+        assert len(drafted(method, [9, 20, 21, 22], None, options=options).tokens) == 6
+        assert len(drafted(method, [8, 20, 21], None, "b").tokens) == num_nodes
 
 
 def test_text_that_repeats_itself_is_no_reason_to_draft() -> None:

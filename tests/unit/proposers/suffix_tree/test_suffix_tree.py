@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.options import parse_options
+from vllm_spec_ext.options import RequestOptions, parse_options
 from vllm_spec_ext.proposers.base import UNSALTED, Draft, EngineHandle, RequestStep, StepContext
 from vllm_spec_ext.proposers.suffix_tree import SuffixTree
-from vllm_spec_ext.proposers.suffix_tree.options import RememberRequest, SuffixTreeOptions
+from vllm_spec_ext.proposers.suffix_tree.options import SuffixTreeOptions
 from vllm_spec_ext.replay import Recording, replay
 
 VOCAB = 500
@@ -80,7 +80,7 @@ def test_a_request_may_keep_its_answer_to_itself() -> None:
     answer = words(20, 4)
     for remember, num_nodes in ((True, 6), (False, 0)):
         method = started(own_text=False)
-        options = RememberRequest(remember=remember)
+        options = RequestOptions(remember=remember)
         drafted(method, [7, 8, *answer], 2, share_group=UNSALTED, options=options)
         method.finish(["a"])
         draft = drafted(method, [9, *answer[:5]], 1, "b", share_group=UNSALTED)
