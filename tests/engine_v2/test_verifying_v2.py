@@ -135,3 +135,23 @@ def test_bad_words_and_penalties_follow_the_branch(plain: Any, make_engine: Any)
     engine = make_engine(speculative_config=METHODS["oracle_tree"])
     truths = [completions[0] for completions in answers]
     assert tokens(run(engine, scenario, truths)) == answers
+
+
+def test_penalties_see_the_drafts_of_a_request_that_has_hardly_begun(
+    plain: Any, make_engine: Any
+) -> None:
+    """vLLM takes rows of a tree for padding then, as their positions are those of their depths."""
+    engine = make_engine(speculative_config={"method": "fixed", "num_speculative_tokens": 16})
+    given = {
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "allowed_token_ids": [40, 42],
+        "frequency_penalty": 2.0,
+    }
+    answers = tokens(run(plain, Scenario([given], PROMPTS)))
+    assert any(len(set(answer[0][:4])) == 2 for answer in answers)
+    # Whatever the target says next is there, behind a branch that is wrong.
+    tree = {"tokens": [41, 40, 42, 40, 42, 40, 42], "parents": [-1, -1, -1, 1, 1, 2, 2]}
+    params = [sampling_params(given, tree)] * len(PROMPTS)
+    found = engine.generate(PROMPTS, params, use_tqdm=False)
+    assert tokens(found) == answers

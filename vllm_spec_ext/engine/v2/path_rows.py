@@ -26,6 +26,7 @@ class PathRows:
     rows: Int64s  # [n] row of the step that stands here
     depths: Int64s  # [n] places behind the root of its path
     places: Int64s  # [num_rows] a place of each row
+    drafted: Int64s  # [n] the row's draft token; anything where the root stands
 
     def rows_on(self, device: torch.device) -> torch.Tensor:
         """``rows`` as an index."""
@@ -36,15 +37,20 @@ class PathRows:
         return torch.from_numpy(self.places).to(device)
 
     def spread(self, context: "LogitsContext") -> "LogitsContext":
-        """vLLM's context of the step in this layout."""
-        slots = context.expanded_idx_mapping
+        """vLLM's context of the step in this layout.
+
+        Draft tokens are ours: by their positions, those of their depths, vLLM takes many of a
+        request that has hardly begun for padding (0.32 ``gather_draft_sampled``).
+        """
+        slots, ids = context.expanded_idx_mapping, context.input_ids
         rows = self.rows_on(slots.device)
         depths = torch.from_numpy(self.depths).to(slots.device, context.expanded_local_pos.dtype)
+        drafted = torch.from_numpy(self.drafted).to(ids.device, ids.dtype)
         return replace(
             context,
             expanded_idx_mapping=slots[rows],
             expanded_local_pos=depths,
-            input_ids=context.input_ids[rows],
+            input_ids=torch.where(depths > 0, drafted, ids[rows]),
             pos=context.pos[rows],
         )
 
@@ -53,8 +59,9 @@ def path_rows(batch: DraftBatch) -> PathRows:
     """Lay out the rows of a batch."""
     rows: list[int] = []
     depths: list[int] = []
+    drafted: list[int] = []
     places = np.full(len(batch.request_of_row), -1, np.int64)
-    parents = batch.parents.tolist()
+    parents, tokens = batch.parents.tolist(), batch.tokens.tolist()
     for request, root in enumerate(batch.root_rows.tolist()):
         first, end = batch.node_starts[request : request + 2].tolist()
         for path in _paths(parents[first:end]):
@@ -64,7 +71,10 @@ def path_rows(batch: DraftBatch) -> PathRows:
                     places[row] = len(rows)
                 rows.append(row)
                 depths.append(depth)
-    return PathRows(np.array(rows, np.int64), np.array(depths, np.int64), places)
+                drafted.append(tokens[first + node] if node >= 0 else -1)
+    return PathRows(
+        np.array(rows, np.int64), np.array(depths, np.int64), places, np.array(drafted, np.int64)
+    )
 
 
 def _paths(parents: list[int]) -> Iterable[list[int]]:
