@@ -145,13 +145,19 @@ class StepOutcome:
     """What the target made of one request's previous draft; to be read, not written.
 
     Of a draft that was not verified, to save time, it is what the target went on to say: such an
-    outcome may come some steps later, but before the request is drafted for again.
+    outcome may come some steps later, but before the request is drafted for again, or never.
     """
 
     request_id: str
     num_drafted: int  # nodes that are known (the scheduler may cut a draft short)
     num_accepted: int  # accepted nodes, the bonus token not counted
     nodes: tuple[int, ...] | None = None  # the accepted ones, a path; None = the first, of a chain
+    is_shadow: bool = False  # it was not verified
+
+    @property
+    def num_verified(self) -> int:
+        """Nodes whose verification took time."""
+        return 0 if self.is_shadow else self.num_drafted
 
     @property
     def accepted(self) -> Sequence[int]:

@@ -174,7 +174,7 @@ class Auto(BaseProposer):
             self._late.observe(outcomes)
             return
         self._drafts.observe(outcomes)
-        self._value.verified(sum(outcome.num_drafted for outcome in outcomes))
+        self._value.verified(sum(outcome.num_verified for outcome in outcomes))
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget the requests, and keep their answers for later ones."""

@@ -126,7 +126,7 @@ class CacheView(BaseProposer):
         if self._view is None:
             return
         for outcome in outcomes:
-            self._gate.verified(outcome.request_id, outcome.num_drafted, outcome.num_accepted)
+            self._gate.observe(outcome)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget the outcomes that will not come."""

@@ -9,7 +9,7 @@ verification, against what the pass takes of a plain step at these contexts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_spec_ext.proposers.base import RequestStep, StepContext, TargetView
+from vllm_spec_ext.proposers.base import RequestStep, StepContext, StepOutcome, TargetView
 from vllm_spec_ext.proposers.cache_view.fixed_cost import FixedCost
 from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, TokenSeconds, profit_by_depth
 from vllm_spec_ext.proposers.payoff.level_rates import LevelRates
@@ -121,14 +121,14 @@ class ViewGate:
             share = seconds / step.plain_seconds
             self.fixed.observe(len(step.requests), *self._tokens(step, rows), share)
 
-    def verified(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         """Learn how far a draft was right."""
-        self._value.verified(num_drafted)
-        kind = self._pending.pop(request_id, None)
+        self._value.verified(outcome.num_verified)
+        kind = self._pending.pop(outcome.request_id, None)
         if kind is None:
             return
-        for level in range(min(num_drafted, num_accepted + 1)):
-            self._rates[kind].observe(level, level < num_accepted)
+        for level in range(min(outcome.num_drafted, outcome.num_accepted + 1)):
+            self._rates[kind].observe(level, level < outcome.num_accepted)
 
     def forget(self, request_id: str) -> None:
         """The outcome of a request's draft will not come."""

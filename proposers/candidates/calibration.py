@@ -111,13 +111,9 @@ class Calibration:
         )
         self.trust.learn(request_id, draft.parents, draft.said, num_drafted, is_accepted)
 
-    def skip(self, request_id: str) -> None:
-        """Nothing is drafted for a request, and its last draft was not verified."""
-        self._pending.pop(request_id, None)
-
     def forget(self, request_id: str) -> None:
         """A request is gone, and with it the outcome of its last draft."""
-        self.skip(request_id)
+        self._pending.pop(request_id, None)
         self.trust.forget(request_id)
 
 

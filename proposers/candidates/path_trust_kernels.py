@@ -10,6 +10,7 @@ from vllm_spec_ext.proposers.payoff.branch_kernels import keep_paying
 _BOUNDS = np.array(BOUNDS)
 _DEPTHS = np.array(DEPTHS)
 _LARGEST = 7.0  # log-odds
+_MOST = 4.0  # log-odds by which a class is corrected
 
 
 @kernel
@@ -126,6 +127,9 @@ def learn(  # type: ignore[no-untyped-def]
         own = 0 if parent < 0 else 1
         log_odds += corrections[row, place] + bias[own]
         error = 1.0 / (1.0 + np.exp(-log_odds)) - (1.0 if accepted[node] else 0.0)
-        corrections[row, place] -= rates[0] * error / np.sqrt(squares[row, place])
+        # With the error itself among the squares no step is longer than the rate, however small
+        # the errors were before; and what lasts is found out, however long it was otherwise.
         squares[row, place] = rates[1] * squares[row, place] + error * error
+        moved = corrections[row, place] - rates[0] * error / np.sqrt(squares[row, place])
+        corrections[row, place] = min(max(moved, -_MOST), _MOST)
         bias[own] = rates[3] * bias[own] - rates[2] * error

@@ -103,10 +103,8 @@ class TreeDrafts:
         elif self._retries.due():
             counts = choose([one[:_TRIAL_NODES] for one in paths], 0.0, most=step.max_nodes)
         for row, tree, count in zip(rows, grown, counts, strict=True):
-            name = step.requests[row].request_id
-            self.calibration.skip(name)
             if count:
-                drafts[row] = self._draft(name, tree, count)
+                drafts[row] = self._draft(step.requests[row].request_id, tree, count)
         return drafts
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:

@@ -222,7 +222,7 @@ class Cascade(BaseProposer):
         if self._is_off:
             return
         for outcome in outcomes:
-            self._value.verified(outcome.num_drafted)
+            self._value.verified(outcome.num_verified)
             waiting = self._waiting.pop(outcome.request_id, None)
             if waiting is None:
                 continue

@@ -95,7 +95,7 @@ class TreeDrafting(BaseProposer):
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """Learn how far each model can be trusted."""
         for outcome in outcomes:
-            self._value.verified(outcome.num_drafted)
+            self._value.verified(outcome.num_verified)
             self._learning.observe(outcome)
 
     def finish(self, request_ids: Sequence[str]) -> None:

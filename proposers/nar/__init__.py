@@ -185,7 +185,7 @@ class Nar(BaseProposer):
         for outcome in outcomes:
             self._payoff.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
             self._tail.verified(outcome.request_id, outcome.num_drafted, outcome.accepted)
-            self._pass.verified(outcome.num_drafted, outcome.num_accepted)
+            self._pass.observe(outcome)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget the outcomes that will not come, and the texts."""

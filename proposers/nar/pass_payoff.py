@@ -2,7 +2,7 @@
 """Whether the one pass that drafts for all requests saves more time than it takes."""
 
 from vllm_spec_ext.proposers.payoff.forward_payoff import Retries, TokenCosts, TokenSeconds
-from vllm_spec_ext.proposers.records import StepContext
+from vllm_spec_ext.proposers.records import StepContext, StepOutcome
 
 _MEMORY = 0.98  # of what drafts gave: what remains after one more
 _PRIOR, _STRENGTH = 1.0, 4.0  # accepted tokens of a draft, trusted like so many drafts
@@ -39,12 +39,12 @@ class PassPayoff:
         """A pass was run."""
         self._value.spend(seconds or 0.0)
 
-    def verified(self, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, outcome: StepOutcome) -> None:
         """What became of a draft."""
-        self._value.verified(num_drafted)
+        self._value.verified(outcome.num_verified)
         self._drafts = self._drafts * _MEMORY + 1.0
-        self._drafted = self._drafted * _MEMORY + num_drafted
-        self._accepted = self._accepted * _MEMORY + num_accepted
+        self._drafted = self._drafted * _MEMORY + outcome.num_drafted
+        self._accepted = self._accepted * _MEMORY + outcome.num_accepted
 
     @property
     def _gain(self) -> float:

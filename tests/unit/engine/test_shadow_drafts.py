@@ -16,7 +16,8 @@ def test_a_chain_is_followed_to_its_first_wrong_token() -> None:
     shadows.keep([at("a", 1, 2)], [chain([3, 4, 5])])
     assert shadows
     assert shadows.follow([at("a", 1, 2, 3)]) == ([], None)
-    outcome = StepOutcome("a", 3, 1, (0,))
+    outcome = StepOutcome("a", 3, 1, (0,), is_shadow=True)
+    assert outcome.num_verified == 0
     assert shadows.follow([at("a", 1, 2, 3, 9)]) == ([outcome], ShadowResult(1, 3, 1))
     assert not shadows
     assert shadows.follow([at("a", 1, 2, 3, 9, 9)]) == ([], None)
@@ -37,7 +38,7 @@ def test_a_tree_is_followed_along_the_branch_that_was_said() -> None:
     shadows.keep([at("a", 1)], [tree])
     assert shadows.follow([at("a", 1, 5)]) == ([], None)
     outcomes, result = shadows.follow([at("a", 1, 5, 6)])
-    assert outcomes == [StepOutcome("a", 4, 2, (2, 3))]
+    assert outcomes == [StepOutcome("a", 4, 2, (2, 3), is_shadow=True)]
     assert result == ShadowResult(1, 4, 2)
 
 
@@ -52,6 +53,18 @@ def test_the_whole_is_told_when_the_last_request_is_known() -> None:
     outcomes, result = shadows.follow([at("a", 1, 2, 7), at("b", 1, 2, 7)])
     assert [outcome.request_id for outcome in outcomes] == ["b"]
     assert result == ShadowResult(4, 5, 3)
+
+
+def test_what_a_newer_draft_took_the_place_of_counts_and_is_not_told() -> None:
+    """The proposer would take it for the outcome of that one."""
+    shadows = ShadowDrafts()
+    shadows.keep([at("a", 1), at("b", 1)], [chain([2, 3, 4]), chain([2])])
+    shadows.supersede(["a"])
+    outcomes, result = shadows.follow([at("a", 1, 2, 3, 9), at("b", 1, 2, 9)])
+    assert [outcome.request_id for outcome in outcomes] == ["b"]
+    assert result == ShadowResult(2, 4, 3)
+    shadows.keep([at("a", 1)], [chain([2])])
+    assert [outcome.request_id for outcome in shadows.follow([at("a", 1, 2, 9)])[0]] == ["a"]
 
 
 def test_requests_that_are_all_gone_end_it() -> None:

@@ -8,9 +8,9 @@ plain decoding, in a fresh engine less: a draft is allowed if that holds even wh
 rejected.
 
 How much of what may still be lost is put at stake, and how soon it is given back, follows what
-drafts earned lately and in the long run (:mod:`.gain_record`). Where they lose, and in a fresh
-engine, none are verified; the proposer is asked for *shadow* drafts now and then
-(:mod:`.shadow_drafts`), which show what they would have earned without the cost of verification.
+drafts earned lately and in the long run (:mod:`.gain_record`). Where they lose, and at first in a
+fresh engine, the proposer is asked for *shadow* drafts now and then (:mod:`.shadow_drafts`), which
+show what they would have earned without the cost of verification.
 The less may still be lost, the surer a proposer must be of a token. Where they lose, the proposer
 *rests*, too: it reads the new tokens of several steps at once.
 
@@ -42,7 +42,7 @@ _RETURN, _SURE_RETURN = 0.2, 0.4
 _RETURNED = 0.6  # plain steps: up to there
 _SHADOW = 0.002  # plain steps a step: what shadow drafts may cost
 _SAVED_SHADOW = 0.2  # plain steps: of that, what is saved up for dear ones, and a fresh engine has
-_FIRST_SHADOWS = 6  # steps with shadow drafts before the first ones are verified
+_FIRST_SHADOWS = 6  # outcomes before which shadow drafts go first, if they can be paid for
 # Weight of a step with shadow drafts in the short memory: for each request, and at most.
 _SHADOW_WEIGHT, _MOST_SHADOW_WEIGHT = 0.03, 0.25
 _RESTS = 7  # steps in a row whose tokens are read later

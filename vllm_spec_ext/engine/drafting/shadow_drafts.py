@@ -6,7 +6,7 @@ a longer step of the target, and tell as much: the proposer hears of them like o
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_spec_ext.proposers.base import Draft, RequestStep, StepOutcome
 from vllm_spec_ext.proposers.followed_drafts import FollowedDrafts
@@ -30,6 +30,7 @@ class ShadowDrafts:
         """None yet."""
         self._followed = FollowedDrafts()
         self._is_open = False  # the whole is not told yet
+        self._superseded: set[str] = set()  # requests that were drafted for since
         self._num_requests = self._num_drafted = self._num_accepted = 0
 
     def __bool__(self) -> bool:
@@ -39,6 +40,7 @@ class ShadowDrafts:
     def keep(self, requests: Sequence[RequestStep], drafts: Sequence[Draft]) -> None:
         """Follow these from now on; the end of empty ones is known."""
         self._followed.keep(requests, drafts)
+        self._superseded.clear()
         self._is_open = True
         self._num_requests = len(requests)
         self._num_drafted = sum(map(len, drafts))
@@ -50,16 +52,26 @@ class ShadowDrafts:
         """Compare with what the target said since.
 
         Returns:
-            Outcomes of the drafts whose end is known now; and the whole, once all are.
+            Outcomes of the drafts whose end is known now, for the proposer; and the whole, once all
+            are.
         """
         if not self._is_open:
             return [], None
         outcomes = self._followed.follow(requests)
         self._num_accepted += sum(outcome.num_accepted for outcome in outcomes)
+        outcomes = [
+            replace(outcome, is_shadow=True)
+            for outcome in outcomes
+            if outcome.request_id not in self._superseded
+        ]
         if self._followed:
             return outcomes, None
         self._is_open = False
         return outcomes, ShadowResult(self._num_requests, self._num_drafted, self._num_accepted)
+
+    def supersede(self, request_ids: Iterable[str]) -> None:
+        """Requests are drafted for anew: by an outcome the proposer would understand that draft."""
+        self._superseded.update(request_ids)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone: what they had accepted until then is all that is known."""

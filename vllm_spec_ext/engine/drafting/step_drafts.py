@@ -178,6 +178,9 @@ class StepDrafts:
         if allowance.is_shadow:
             self._shadows.keep(requests, made)
             made = [EMPTY_DRAFT] * len(made)
+        elif self._shadows:
+            drafted = zip(requests, made, strict=True)
+            self._shadows.supersede(one.request_id for one, draft in drafted if len(draft))
         most = allowance.max_tokens
         if most is not None and sum(sizes := list(map(len, made))) > most:
             rooms = list(map(min, rooms, shares(most, sizes)))

@@ -80,6 +80,21 @@ def test_a_text_that_is_harder_than_others_is_expected_less_of_within_a_dozen_dr
     np.testing.assert_allclose(trusted(trust, "hard"), trusted(trust, "new"))
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_a_surprise_after_a_long_time_changes_little(right: bool) -> None:
+    """What sources say of a text that repeats itself is right for thousands of tokens."""
+    trust = PathTrust()
+    parent, path = np.array([-1], np.int32), np.array([0.96 if right else 0.03], np.float32)
+    one = np.ones(1, np.bool_)
+    for _ in range(9000):
+        trust.learn("r", parent, path, 1, one if right else ~one)
+        trust.forget("r")
+    before = trust.corrections.copy()
+    trust.learn("r", parent, path, 1, ~one if right else one)
+    assert 0.0 < np.abs(trust.corrections - before).max() < 0.5
+    assert np.abs(before).max() <= 4.0  # so that a lasting change is found out
+
+
 def test_nodes_that_were_not_reached_or_not_verified_teach_nothing() -> None:
     trust = PathTrust()
     accepted = np.zeros(LENGTH, np.bool_)
