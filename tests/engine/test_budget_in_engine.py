@@ -9,6 +9,8 @@ from scenarios import PROMPTS, Scenario
 from test_greedy_identity import runner_of
 from worker_counts import kept_counts
 
+from vllm_spec_ext.engine.drafting.draft_budget import Allowance
+
 SCENARIO = Scenario([{"max_tokens": 60, "ignore_eos": True}], PROMPTS[:1])
 NOISE = {"method": "noise", "num_speculative_tokens": 8}
 
@@ -95,3 +97,37 @@ def test_where_drafts_lose_time_a_proposer_reads_tokens_later_and_misses_none(
     gone = set(read)
     run(engine, SCENARIO, truths[:1])  # whose first step says that they are
     assert not gone & runner.step_drafts._unread._tokens.keys()
+
+
+def test_outcomes_belong_to_the_newest_draft(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts may be verified while earlier ones of the same request are still followed."""
+    oracle = {"method": "oracle", "num_speculative_tokens": 8, "wrong": 0.3}
+    expected = tokens(run(make_engine(), SCENARIO))
+    engine = make_engine(speculative_config={**oracle, "adaptive_length": True})
+    runner = runner_of(engine)
+    budget, drafter = runner.step_drafts.budget, runner.drafter
+    newest: dict[str, int] = {}
+    told: list[bool] = []
+    draft = drafter.draft
+
+    def allow(rooms: Any, is_following: bool = False) -> Allowance:
+        budget._may_draft, budget._is_shadow = True, not is_following
+        return Allowance(None, None, "a test", is_shadow=not is_following)
+
+    def watched(step: Any, outcomes: Any, known: Any) -> Any:
+        for outcome in (*outcomes, *known):
+            assert outcome.num_drafted == newest[outcome.request_id]
+            told.append(outcome.is_shadow)
+        made = draft(step, outcomes, known)
+        for request, one in zip(step.requests, made, strict=True):
+            newest[request.request_id] = len(one) or newest.get(request.request_id, 0)
+        return made
+
+    monkeypatch.setattr(budget, "allow", allow)
+    monkeypatch.setattr(drafter, "draft", watched)
+    truths = [outputs[0] for outputs in expected]
+    assert tokens(run(engine, SCENARIO, truths)) == expected
+    assert told.count(True) > 0
+    assert told.count(False) > 5
