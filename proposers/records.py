@@ -67,7 +67,7 @@ class NextTokens:
 
     contexts: IntArray  # [num_rows, 2] the two tokens that each row ends with; -1 = there is none
     tokens: IntArray  # [num_rows, m], likeliest first
-    probs: NDArray[np.float32]  # [num_rows, m] of the model, before any sampling parameters
+    probs: NDArray[np.float32]  # [num_rows, m] before any sampling parameters but a grammar
 
 
 @dataclass(slots=True)

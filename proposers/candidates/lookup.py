@@ -102,7 +102,7 @@ class Lookup:
         """See what a step gave; call it for each request in each step, right after it."""
         name = request.request_id
         if request.room <= 0 and name in self._known and request.num_output_tokens % _SELDOM:
-            return  # it is read later, all at once
+            return  # it is read later, all at once; of a request that ends, the last tokens are not
         if name not in self._known:
             # A request that was preempted comes back with its output; that is known already.
             is_new = request.num_output_tokens == len(request.new_tokens)

@@ -3,11 +3,11 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_spec_ext.options import parse_options
+from vllm_spec_ext.parsed_method import ParsedMethod
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import BaseProposer, TargetFacts
 
@@ -16,20 +16,12 @@ class _NotHereError(Exception):
     """A file of the target would have to be downloaded."""
 
 
-def check_files(
-    model: str,
-    method: str,
-    options: Mapping[str, Any],
-    num_speculative_tokens: int,
-    vllm_arguments: Sequence[str] = (),
-) -> str | None:
+def check_files(model: str, parsed: ParsedMethod, vllm_arguments: Sequence[str] = ()) -> str | None:
     """Run the method's own check of its files, as ``vllm serve`` would before it loads weights.
 
     Args:
         model: Name or folder of the target; nothing is downloaded.
-        method: One of ours.
-        options: The method's options.
-        num_speculative_tokens: Most draft tokens of a step.
+        parsed: The method and its options.
         vllm_arguments: Other arguments of ``vllm serve``, which may name another tokenizer.
 
     Returns:
@@ -38,10 +30,10 @@ def check_files(
     Raises:
         SpecExtError: A file is missing, damaged or of another target.
     """
+    method = parsed.info.name
     proposer: type[BaseProposer] = registry.load(method)
     if proposer.check.__func__ is BaseProposer.check.__func__:  # type: ignore[attr-defined]
         return None
-    parsed = parse_options(registry.info(method).options, options, method)
     tokenizer = _value(vllm_arguments, "tokenizer") or model
     without = any(word.replace("_", "-") == "--skip-tokenizer-init" for word in vllm_arguments)
     try:
@@ -50,10 +42,10 @@ def check_files(
             model=model,
             vocab_size=config["vocab_size"],
             hidden_size=config.get("hidden_size"),
-            num_speculative_tokens=num_speculative_tokens,
+            num_speculative_tokens=parsed.vllm_options["num_speculative_tokens"],
             load_tokenizer=lambda: None if without else _load_tokenizer(tokenizer),
         )
-        proposer.check(parsed, facts)
+        proposer.check(parsed.options, facts)
     except _NotHereError as missing:
         return f"not checked: the files of {method} against {model}, as {missing}"
     return f"checked: the files of {method} against the configuration and tokenizer of {model}"

@@ -16,15 +16,7 @@ from vllm_spec_ext.cli.file_check import check_files
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
 from vllm_spec_ext.compat import require
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.options import parse_options
-from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.scorers.parse import check_rule, parse_rule
-
-# Of every method, see engine/spec_config.py.
-RULE_OPTIONS = ("scorer", "allow_lossy")
-SHARING_OPTIONS = ("share_unsalted",)
-NO_OPTIONS = ("method", "num_speculative_tokens", *RULE_OPTIONS, *SHARING_OPTIONS)  # not its own
-MAX_DRAFT_TOKENS = 128  # vLLM 0.32 v1/sample/rejection_sampler.py MAX_SPEC_LEN
+from vllm_spec_ext.parsed_method import parse_method
 
 # Options of `vllm serve` that would contradict ours.
 _OURS = ("--speculative-config", "--speculative_config", "-sc", "--spec-")
@@ -58,12 +50,8 @@ def serve(
     config = speculative_config(method, parse_settings(settings or []), num_speculative_tokens)
     arguments = serve_arguments(model, config, vllm_arguments or [])
     if dry_run:
-        options = {key: value for key, value in config.items() if key not in NO_OPTIONS}
-        tokens = (
-            config.get("num_speculative_tokens") or registry.info(method).num_speculative_tokens
-        )
-        assert tokens is not None  # refused above
-        line = check_files(model, method, options, tokens, vllm_arguments or [])
+        parsed = parse_method(config, method)
+        line = check_files(model, parsed, vllm_arguments or [])
         if line:
             print(f"vllm-spec: {line}", file=sys.stderr)
     print(shlex.join(["vllm", *arguments]), flush=True)
@@ -108,40 +96,17 @@ def speculative_config(
         UnknownNameError: No such method or option.
         SpecExtError: A wrong value, or a missing ``num_speculative_tokens``.
     """
-    found = registry.info(method)
     if "num_speculative_tokens" in options:
         raise SpecExtError(
             "num_speculative_tokens is not an option of the method; "
             "use --num-speculative-tokens N instead of --set"
         )
-    rule = {key: options[key] for key in RULE_OPTIONS if key in options}
-    sharing = {key: options[key] for key in SHARING_OPTIONS if key in options}
-    others = {key: value for key, value in options.items() if key not in {**rule, **sharing}}
-    parse_options(found.options, others, method)
-    if not isinstance(rule.get("allow_lossy", False), bool):
-        raise SpecExtError(f"allow_lossy: found {rule['allow_lossy']!r}, expected true or false")
-    for key, value in sharing.items():
-        if not isinstance(value, bool):
-            raise SpecExtError(f"{key}: found {value!r}, expected true or false")
-    tokens = num_speculative_tokens
-    if tokens is None:
-        tokens = found.num_speculative_tokens
-    if tokens is None:
-        raise SpecExtError(f"{method} has no default draft length; add --num-speculative-tokens N")
-    if not 1 <= tokens <= MAX_DRAFT_TOKENS:
-        raise SpecExtError(
-            f"--num-speculative-tokens: found {tokens}, expected 1 to {MAX_DRAFT_TOKENS} "
-            "(the upper bound is vLLM's)"
-        )
-    if "scorer" in rule:
-        check_rule(
-            parse_rule(rule["scorer"]),
-            rule.get("allow_lossy", False),
-            num_speculative_tokens=tokens,
-        )
     # The method's own default is the engine's to choose: on a GPU it is another.
-    given = {} if num_speculative_tokens is None else {"num_speculative_tokens": tokens}
-    return {"method": method, **given, **options}
+    tokens = num_speculative_tokens
+    given = {} if tokens is None else {"num_speculative_tokens": tokens}
+    config = {"method": method, **given, **options}
+    parse_method(config, method)
+    return config
 
 
 def serve_arguments(

@@ -149,6 +149,7 @@ CLASSES: tuple[Reads, ...] = (
             "decode_context_parallel_size": "int",
             "prefill_context_parallel_size": "int",
             "data_parallel_index": "int",
+            "enable_batch_sharded_sampling": "bool | None",
             "enable_dbo": "bool",
             "use_ubatching": "bool",
         },
@@ -162,12 +163,13 @@ CLASSES: tuple[Reads, ...] = (
     Reads(
         "vllm.config.cache",
         "CacheConfig",
-        "a prefill that skips layers knows no virtual requests; how large a KV block is",
+        "a prefill that skips layers knows no virtual requests; how large a KV block is, and all",
         {
             "kv_sharing_fast_prefill": "bool",
             "block_size": "int",
             "user_specified_block_size": "bool",
             "num_gpu_blocks_override": "int | None",
+            "kv_cache_size_tokens": "int | None",
         },
     ),
     Reads(

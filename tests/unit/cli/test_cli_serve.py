@@ -15,13 +15,13 @@ from vllm_spec_ext.cli import serve as serve_module
 from vllm_spec_ext.cli.demo_drafters import demo_heads
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
 from vllm_spec_ext.cli.serve import (
-    MAX_DRAFT_TOKENS,
     parse_settings,
     serve,
     serve_arguments,
     speculative_config,
 )
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
+from vllm_spec_ext.parsed_method import MAX_DRAFT_TOKENS
 
 
 def test_settings_are_json_or_text() -> None:
@@ -67,6 +67,28 @@ def test_acceptance_rule_belongs_to_every_method() -> None:
 def test_length_out_of_range(tokens: int) -> None:
     with pytest.raises(SpecExtError, match=f"found {tokens}, expected 1 to 128"):
         speculative_config("input_copy", {}, tokens)
+
+
+def test_the_bound_is_vllms() -> None:
+    sampler = pytest.importorskip("vllm.v1.sample.rejection_sampler")
+    assert sampler.MAX_SPEC_LEN == MAX_DRAFT_TOKENS
+
+
+def test_what_the_engine_takes_beside_the_methods_own_options() -> None:
+    given = {
+        "online": {"folder": "learned"},
+        "num_speculative_tokens_per_batch_size": [[1, 8, 4], [9, 64, 0]],
+    }
+    assert speculative_config("blockwise", {"model": "heads", **given}, 4) == {
+        "method": "blockwise",
+        "num_speculative_tokens": 4,
+        "model": "heads",
+        **given,
+    }
+    with pytest.raises(SpecExtError, match="online: input_copy cannot learn"):
+        speculative_config("input_copy", {"online": {"folder": "learned"}}, 4)
+    with pytest.raises(SpecExtError, match="folderr"):
+        speculative_config("blockwise", {"model": "heads", "online": {"folderr": "x"}}, 4)
 
 
 def test_bad_options() -> None:

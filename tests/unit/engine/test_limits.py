@@ -35,3 +35,11 @@ def test_kv_connectors_are_refused_however_they_are_asked_for(
         refuse_unsupported(args, "input_copy", MODEL, PARALLEL)
     nothing: Any = SimpleNamespace(async_scheduling=None, **dict.fromkeys(settings))
     refuse_unsupported(nothing, "input_copy", MODEL, PARALLEL)
+
+
+@pytest.mark.parametrize("name", ["enable_dbo", "enable_batch_sharded_sampling"])
+def test_a_step_that_is_divided_is_refused(name: str) -> None:
+    args: Any = SimpleNamespace(async_scheduling=None)
+    parallel: Any = SimpleNamespace(**vars(PARALLEL), **{name: True})
+    with pytest.raises(UnsupportedError, match=f"--{name.replace('_', '-')}.*; leave it out"):
+        refuse_unsupported(args, "input_copy", MODEL, parallel)

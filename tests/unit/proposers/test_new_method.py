@@ -16,8 +16,8 @@ from vllm_spec_ext.cli.explain import explain
 from vllm_spec_ext.cli.list_methods import list_methods
 from vllm_spec_ext.cli.serve import speculative_config
 from vllm_spec_ext.cli.simulate import Point, make_points, run_point
-from vllm_spec_ext.engine.starting.spec_config import parse_method
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
+from vllm_spec_ext.parsed_method import parse_method
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.replay import Recording
 

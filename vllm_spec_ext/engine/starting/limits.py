@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
-from vllm.v1.sample.rejection_sampler import MAX_SPEC_LEN
 
 from vllm_spec_ext.engine.starting.runners import RunnerChoice, without_v2
 from vllm_spec_ext.errors import UnsupportedError
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
-
-MAX_DRAFT_TOKENS: int = MAX_SPEC_LEN
 
 CPU_WORKER = "vllm_spec_ext.engine.cpu_worker.SpecCPUWorker"
 GPU_WORKER = "vllm_spec_ext.engine.gpu_worker.SpecGPUWorker"
@@ -80,6 +77,11 @@ def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig
         )
     if getattr(parallel, "enable_dbo", False):
         yield "dual-batch overlap (--enable-dbo): attention metadata is split; leave it out"
+    if getattr(parallel, "enable_batch_sharded_sampling", False):
+        yield (
+            "batch-sharded sampling (--enable-batch-sharded-sampling): each rank would verify a "
+            "part of the batch alone; leave it out"
+        )
     if getattr(args, "watermark_config", None):
         yield "a watermark (--watermark-config), a part of vLLM's own verification; leave it out"
     if getattr(args, "return_sampling_mask", False):

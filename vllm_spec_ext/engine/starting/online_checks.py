@@ -1,36 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Online distillation as asked for in the front end: refused where it could not work."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_spec_ext.errors import SpecExtError, shown
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.folder import check_folder, folder_path
-from vllm_spec_ext.online.student import STUDENTS
 from vllm_spec_ext.online.versions import drafter_hash
-from vllm_spec_ext.options import MethodOptions, OnlineOptions, parse_options
+from vllm_spec_ext.options import MethodOptions, OnlineOptions
 
 if TYPE_CHECKING:
     from vllm_spec_ext.proposers.base import BaseProposer
-
-
-def parse_online(given: Any, method: str) -> OnlineOptions | None:
-    """The value of ``online``; None = it is off.
-
-    Raises:
-        SpecExtError: A method that cannot learn, or a bad option.
-    """
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        raise SpecExtError(
-            f'online: found {shown(given)}, expected an object such as {{"folder": "FOLDER"}}'
-        )
-    if method not in STUDENTS:
-        raise SpecExtError(
-            f"online: {method} cannot learn while it serves; expected one of "
-            f"{', '.join(sorted(STUDENTS))}. Leave online out"
-        )
-    return parse_options(OnlineOptions, given, "online")
 
 
 def check_online(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_spec_ext.engine.starting.spec_config import ParsedMethod
+    from vllm_spec_ext.parsed_method import ParsedMethod
 
 WIDTH, WIDTHS = "num_speculative_tokens", "num_speculative_tokens_per_batch_size"
 

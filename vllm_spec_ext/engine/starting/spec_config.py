@@ -9,8 +9,7 @@ our worker replaces (:mod:`.runners`).
 
 import hashlib
 import multiprocessing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -25,24 +24,24 @@ from vllm_spec_ext.engine.requests.door import install_request_validation
 from vllm_spec_ext.engine.starting import scheduling
 from vllm_spec_ext.engine.starting.arrival import Arrival
 from vllm_spec_ext.engine.starting.limits import (
-    MAX_DRAFT_TOKENS,
     refuse_async,
     refuse_processed_logprobs,
     refuse_unsupported,
     worker_class,
 )
-from vllm_spec_ext.engine.starting.online_checks import check_online, parse_online
+from vllm_spec_ext.engine.starting.online_checks import check_online
 from vllm_spec_ext.engine.starting.runners import RunnerChoice, choose_runner
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.engine.views.view_checks import check_views, wanted_views
 from vllm_spec_ext.engine.watching.served_requests import install_watch
 from vllm_spec_ext.engine.watching.stat_logger import install_stat_logger
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.options import MethodOptions, OnlineOptions, parse_options, unknown_option
+from vllm_spec_ext.options import MethodOptions, OnlineOptions
+from vllm_spec_ext.parsed_method import parse_method
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.proposers.base import ProposerInfo, TargetFacts
+from vllm_spec_ext.proposers.base import TargetFacts
 from vllm_spec_ext.scorers.options import ScorerOptions
-from vllm_spec_ext.scorers.parse import check_rule, parse_rule
+from vllm_spec_ext.scorers.parse import check_rule
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
@@ -54,18 +53,6 @@ if TYPE_CHECKING:
 
 V2_METHOD = "ngram_gpu"
 DRAFTER_CLASS = "vllm_spec_ext.engine.drafting.drafter.Drafter"
-
-# vLLM's own speculative options that mean the same for our methods.
-VLLM_OPTIONS = ("num_speculative_tokens", "num_speculative_tokens_per_batch_size")
-
-# Ours, for every method: the acceptance rule, and the consent that a lossy one needs.
-RULE_OPTIONS = ("scorer", "allow_lossy")
-
-# Ours, for methods with weights that can learn while they serve.
-ONLINE_OPTIONS = ("online",)
-
-# Ours, for every method: whether requests without a cache_salt share what proposers learn.
-SHARING_OPTIONS = ("share_unsalted",)
 
 
 class MethodSettings(BaseModel):
@@ -166,64 +153,6 @@ class SpecExtConfig(SpeculativeConfig):
         return [*(model.name for model in models), *(view.name for view in views)]
 
 
-@dataclass(frozen=True)
-class ParsedMethod:
-    """The user's JSON, taken apart."""
-
-    info: ProposerInfo
-    options: MethodOptions
-    rule: ScorerOptions | None
-    allow_lossy: bool
-    share_unsalted: bool | None  # None: as the kind of engine says
-    online: OnlineOptions | None
-    vllm_options: dict[str, Any]  # keyword arguments of vLLM's own configuration
-    given: Mapping[str, Any]  # the JSON as it was, underscores in its keys
-
-
-def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
-    """Split and validate the user's JSON.
-
-    Args:
-        given: Keys of ``--speculative-config``, hyphens or underscores, ``method`` included.
-        method: Name of one of our methods.
-
-    Raises:
-        SpecExtError: An unknown key, a wrong type, a value out of range, or a lossy rule without
-            ``allow_lossy``.
-    """
-    found = registry.info(method)
-    values = {key.replace("-", "_"): value for key, value in given.items()}
-    whole = dict(values)
-    values.pop("method", None)
-    vllm_options = {key: values.pop(key) for key in VLLM_OPTIONS if key in values}
-    rule = values.pop("scorer", None)
-    allow_lossy = values.pop("allow_lossy", False)
-    share_unsalted = values.pop("share_unsalted", None)
-    online = parse_online(values.pop("online", None), method)
-    if "rejection_sample_method" in values:
-        raise SpecExtError(
-            f"rejection_sample_method: found {values['rejection_sample_method']!r}; vLLM has its "
-            "block and synthetic rules for its own drafters only. "
-            "Leave it out: acceptance is exact without it (docs: losslessness)"
-        )
-    for key in values:
-        if key not in found.options.model_fields:
-            ours = [*RULE_OPTIONS, *SHARING_OPTIONS, *ONLINE_OPTIONS, *found.options.model_fields]
-            raise unknown_option(found.options, method, key, ["method", *VLLM_OPTIONS, *ours])
-    if not isinstance(allow_lossy, bool):
-        raise SpecExtError(f"allow_lossy: found {allow_lossy!r}, expected true or false")
-    if share_unsalted is not None and not isinstance(share_unsalted, bool):
-        raise SpecExtError(f"share_unsalted: found {share_unsalted!r}, expected true or false")
-    options = parse_options(found.options, values, method)
-    num_draft_tokens = _num_draft_tokens(vllm_options, found)
-    vllm_options["num_speculative_tokens"] = num_draft_tokens
-    parsed_rule = None if rule is None else parse_rule(rule)
-    check_rule(parsed_rule, allow_lossy, num_speculative_tokens=num_draft_tokens)
-    return ParsedMethod(
-        found, options, parsed_rule, allow_lossy, share_unsalted, online, vllm_options, whole
-    )
-
-
 def shares_unsalted(asked: bool | None, engine_args: Any) -> bool:
     """Whether requests without a ``cache_salt`` share what proposers learn of their tokens.
 
@@ -237,26 +166,6 @@ def shares_unsalted(asked: bool | None, engine_args: Any) -> bool:
     from vllm.engine.arg_utils import AsyncEngineArgs  # workers never need it
 
     return not isinstance(engine_args, AsyncEngineArgs) if asked is None else asked
-
-
-def _num_draft_tokens(vllm_options: Mapping[str, Any], found: ProposerInfo) -> int:
-    value = vllm_options.get("num_speculative_tokens", found.num_speculative_tokens)
-    if value is None:
-        raise SpecExtError(
-            f"{found.name} has no default for num_speculative_tokens; "
-            f'add "num_speculative_tokens": N with 1 <= N <= {MAX_DRAFT_TOKENS}'
-        )
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SpecExtError(
-            f"num_speculative_tokens: found {value!r}, expected an integer "
-            f"from 1 to {MAX_DRAFT_TOKENS}"
-        )
-    if not 1 <= value <= MAX_DRAFT_TOKENS:
-        raise SpecExtError(
-            f"num_speculative_tokens: found {value}, expected 1 to {MAX_DRAFT_TOKENS} "
-            "(vLLM's rejection sampler verifies no more tokens a step); lower it"
-        )
-    return value
 
 
 def build_spec_config(

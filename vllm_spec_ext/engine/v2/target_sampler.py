@@ -45,7 +45,10 @@ class SpecSamplerMixin:
         return super().__call__(logits, input_batch)  # type: ignore[misc]
 
     def look_at(self, logits: torch.Tensor) -> None:
-        """Keep the likeliest next tokens, if the proposer wants them, before logits change."""
+        """Keep the likeliest next tokens, if the proposer wants them.
+
+        A grammar has cut the logits by now; other sampling parameters change them later.
+        """
         runner = self.spec_runner
         count = runner.step_drafts.num_likeliest(runner.spec_step)
         if count and runner.drafter.ranks.leads:

@@ -74,7 +74,7 @@ class Verifier:
         if logits is not None and runner.drafter.ranks.leads:
             num_likeliest = runner.step_drafts.num_likeliest(step)
         if num_likeliest and logits is not None:
-            step.likeliest = LikeliestTokens.of(logits, num_likeliest)  # before it is modified
+            step.likeliest = LikeliestTokens.of(logits, num_likeliest)  # before sampling parameters
         states = step.states
         has_eta = any(state.eta is not None for state in states)
         self._use_eta(states, [1] * len(states))

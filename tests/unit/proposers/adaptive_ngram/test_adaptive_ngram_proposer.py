@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from vllm_spec_ext.cli import simulate as simulate_module
 from vllm_spec_ext.cli.corpus import corpus_app, parse_bytes
 from vllm_spec_ext.cli.simulate import make_points, parse_grid, read_recordings, simulate
-from vllm_spec_ext.engine.starting.spec_config import parse_method
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.options import RequestOptions, parse_options
+from vllm_spec_ext.parsed_method import parse_method
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
 from vllm_spec_ext.proposers.adaptive_ngram.build import BuildSettings, build_store
