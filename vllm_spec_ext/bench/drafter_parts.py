@@ -21,7 +21,7 @@ kind of vLLM's own methods."""
 
 LEAST_KNOWN = 0.46
 """First draft tokens accepted of the weakest drafter that this package has figures of: its heads
-for SmolLM2-135M-Instruct, on Spec-Bench, HumanEval and JFLEG (docs/nar.md). Larger heads, EAGLE-3
+for SmolLM2-135M-Instruct, on Spec-Bench, HumanEval and JFLEG. Larger heads, EAGLE-3
 heads and draft models accept more."""
 
 _CHAIN = 4  # draft tokens of a part, where the method drafts trees or more

@@ -113,7 +113,7 @@ def pick(questions: list[Question], count: int) -> list[Question]:
 def say_how_long(errors: Console) -> None:
     """What the next minutes are spent on."""
     errors.print(
-        "demo: two to three minutes on two quiet CPU cores: a small model is fetched "
+        "demo: two minutes on two quiet CPU cores, three at first: a small model is fetched "
         "(95 MB, once) and converted, an engine is started for each method, and every prompt is "
         "answered by all of them",
         soft_wrap=True,

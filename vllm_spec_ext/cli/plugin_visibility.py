@@ -13,7 +13,7 @@ def invisible_because() -> str | None:
     if not entry_points(group=GROUP, name=NAME):
         return (
             f"no entry point {NAME!r} in group {GROUP}; expected this package to be installed, not "
-            "only on PYTHONPATH; fix: pip install vllm-spec-ext (from a checkout: pip install -e .)"
+            "only on PYTHONPATH; fix: pip install . (in a checkout)"
         )
     # vLLM 0.32 plugins/__init__.py: if set, only the names listed in it are loaded.
     allowed = os.environ.get("VLLM_PLUGINS")

