@@ -28,22 +28,19 @@ BUILTIN = {
 
 
 @cache
-def _third_party() -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
+def _third_party() -> dict[str, list[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        if entry.name in BUILTIN or entry.name in found:
-            other = BUILTIN.get(entry.name) or found[entry.name].value
-            raise SpecExtError(
-                f"two proposers are called {entry.name!r}: {other} and {entry.value}; "
-                "uninstall or rename one of them"
-            )
-        found[entry.name] = entry
+        found.setdefault(entry.name, []).append(entry)
     return found
 
 
 def names() -> list[str]:
-    """All methods that can be asked for, ours first; loads none of them."""
-    return [*BUILTIN, *sorted(_third_party())]
+    """All methods that can be asked for, ours first; loads none of them, and never fails.
+
+    Every vLLM in whose environment this package is installed asks whether a method is one of these.
+    """
+    return [*BUILTIN, *sorted(_third_party().keys() - BUILTIN.keys())]
 
 
 def load(name: str) -> type[BaseProposer]:
@@ -51,14 +48,22 @@ def load(name: str) -> type[BaseProposer]:
 
     Raises:
         UnknownNameError: No such method.
-        SpecExtError: Its module cannot be imported, or does not hold a decorated proposer.
+        SpecExtError: Its module cannot be imported, or does not hold a decorated proposer; or two
+            packages have a method of this name.
     """
+    entries = _third_party().get(name, [])
+    places = [*filter(None, [BUILTIN.get(name)]), *(entry.value for entry in entries)]
+    if len(places) > 1:
+        raise SpecExtError(
+            f"{len(places)} proposers are called {name!r}: {' and '.join(places)}; uninstall or "
+            "rename all but one"
+        )
     if name in BUILTIN:
         module, _, attribute = BUILTIN[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     if name not in names():
         raise UnknownNameError("speculative method", name, names())
-    entry = _third_party()[name]
+    (entry,) = entries
     try:
         cls = entry.load()
     except Exception as error:

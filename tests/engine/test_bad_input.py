@@ -63,6 +63,7 @@ def method(**options: Any) -> dict[str, Any]:
         (method(num_speculative_tokens=129), SpecExtError, "found 129, expected 1 to 128"),
         (method(num_speculative_tokens="8"), SpecExtError, "found '8', expected an integer"),
         (method(num_speculative_tokens=True), SpecExtError, "found True, expected an integer"),
+        (method(target_layer_ids=[1, 2]), UnknownNameError, "option of input_copy: 'target_layer"),
         (method(rejection_sample_method="block"), SpecExtError, "its own drafters only"),
     ],
 )
@@ -71,6 +72,13 @@ def test_bad_settings(
 ) -> None:
     with pytest.raises(kind, match=words):
         start(tiny_model, speculative)
+
+
+def test_a_length_is_given_once(tiny_model: Path) -> None:
+    """With hyphens or underscores."""
+    for key in ("num_speculative_tokens", "num-speculative-tokens"):
+        with pytest.raises(SpecExtError, match="found 4 in speculative_config and 8 in --spec-tok"):
+            start(tiny_model, {"method": "input_copy", key: 4}, spec_tokens=8)
 
 
 def save_heads_of_another_model(folder: Path) -> dict[str, Any]:

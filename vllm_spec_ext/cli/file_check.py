@@ -43,6 +43,7 @@ def check_files(model: str, parsed: ParsedMethod, vllm_arguments: Sequence[str] 
             vocab_size=config["vocab_size"],
             hidden_size=config.get("hidden_size"),
             num_speculative_tokens=parsed.vllm_options["num_speculative_tokens"],
+            share_unsalted=bool(parsed.share_unsalted),  # a server's default is false
             load_tokenizer=lambda: None if without else _load_tokenizer(tokenizer),
         )
         proposer.check(parsed.options, facts)

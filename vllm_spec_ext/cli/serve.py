@@ -101,6 +101,8 @@ def speculative_config(
             "num_speculative_tokens is not an option of the method; "
             "use --num-speculative-tokens N instead of --set"
         )
+    if "method" in options:
+        raise SpecExtError("method is not an option of the method; use --method NAME instead")
     # The method's own default is the engine's to choose: on a GPU it is another.
     tokens = num_speculative_tokens
     given = {} if tokens is None else {"num_speculative_tokens": tokens}
@@ -118,9 +120,11 @@ def serve_arguments(
         SpecExtError: The user's own arguments hold a speculative configuration too.
     """
     for argument in vllm_arguments:
-        if argument.partition("=")[0] in _OURS or argument.startswith("--spec-"):
+        name = argument.partition("=")[0]
+        # vLLM reads --speculative-config.method=... as a part of that option.
+        if name.partition(".")[0] in _OURS or name.startswith("--spec-"):
             raise SpecExtError(
-                f"found {argument.partition('=')[0]} behind --, but --method, --set and "
+                f"found {name} behind --, but --method, --set and "
                 "--num-speculative-tokens make that part; remove one of the two"
             )
     return ["serve", model, "--speculative-config", json.dumps(config), *vllm_arguments]

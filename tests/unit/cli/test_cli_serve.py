@@ -98,12 +98,22 @@ def test_bad_options() -> None:
         speculative_config("input_copy", {"max_ngram": "many"}, None)
     with pytest.raises(UnknownNameError, match="Did you mean 'input_copy'"):
         speculative_config("input_cpy", {}, None)
+    with pytest.raises(SpecExtError, match="use --method NAME"):
+        speculative_config("input_copy", {"method": "auto"}, None)
     with pytest.raises(SpecExtError, match="use --num-speculative-tokens"):
         speculative_config("input_copy", {"num_speculative_tokens": 3}, None)
 
 
 @pytest.mark.parametrize(
-    "argument", ["--speculative-config", "-sc", "--speculative-config={}", "--spec-method"]
+    "argument",
+    [
+        "--speculative-config",
+        "-sc",
+        "--speculative-config={}",
+        "--spec-method",
+        "--speculative-config.method=ngram",
+        "-sc.method",
+    ],
 )
 def test_two_speculative_configurations_are_refused(argument: str) -> None:
     with pytest.raises(SpecExtError, match="remove one of the two"):
@@ -219,3 +229,11 @@ def test_dry_run_looks_at_a_corpus(
     assert "checked: the files of adaptive_ngram" in capsys.readouterr().err
     with pytest.raises(SpecExtError, match="gone"):
         serve(str(target), "adaptive_ngram", [f"corpus={tmp_path / 'gone'}"], dry_run=True)
+
+
+def test_dry_run_refuses_what_a_server_does(target: Path, tmp_path: Path) -> None:
+    """Whose requests without a salt share nothing by default."""
+    settings = ["overlay=shared", f"overlay_file={tmp_path / 'learned'}"]
+    with pytest.raises(SpecExtError, match="share_unsalted"):
+        serve(str(target), "adaptive_ngram", settings, dry_run=True)
+    serve(str(target), "adaptive_ngram", [*settings, "share_unsalted=true"], dry_run=True)

@@ -5,10 +5,13 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
+from vllm_spec_ext.plugin import requested_method
 from vllm_spec_ext.proposers import registry
 
 Install = Callable[..., None]
@@ -70,11 +73,20 @@ def test_names_load_nothing(install: Install) -> None:
 
 def test_duplicates_are_refused(install: Install) -> None:
     install(echo="echo_package:Echo", echo_="other_package:Echo")
-    with pytest.raises(SpecExtError, match=r"two proposers are called 'echo'.*uninstall or rename"):
-        registry.names()
+    with pytest.raises(SpecExtError, match=r"2 proposers are called 'echo'.*uninstall or rename"):
+        registry.load("echo")
     install(input_copy="echo_package:Echo")
-    with pytest.raises(SpecExtError, match=r"two proposers are called 'input_copy'"):
-        registry.names()
+    with pytest.raises(SpecExtError, match=r"2 proposers are called 'input_copy'"):
+        registry.load("input_copy")
+
+
+def test_duplicates_disturb_nobody_who_does_not_ask_for_them(install: Install) -> None:
+    """Another engine in this environment, of vLLM's own method."""
+    install(echo="echo_package:Echo", echo_="other_package:Echo", auto="echo_package:Echo")
+    assert registry.names() == [*registry.BUILTIN, "echo"]
+    asked: Any = SimpleNamespace(speculative_config={"method": "ngram"})
+    assert requested_method(asked) is None
+    assert registry.info("input_copy").name == "input_copy"
 
 
 def test_classes_without_the_decorator_or_under_another_name(install: Install) -> None:

@@ -183,7 +183,12 @@ def build_spec_config(
         SpecExtError: Bad options, or settings that our methods do not work with.
     """
     compat.require()
-    given = dict(engine_args.speculative_config or {})
+    # create_engine_config may run twice on the same arguments; vLLM's own step leaves two behind.
+    given = {
+        key.replace("-", "_"): value
+        for key, value in (engine_args.speculative_config or {}).items()
+        if key not in ("target_model_config", "target_parallel_config")
+    }
     for flag, key in (
         ("spec_method", "method"),
         ("spec_model", "model"),
@@ -198,8 +203,6 @@ def build_spec_config(
                 f"--{flag.replace('_', '-')}; give it once"
             )
         given[key] = value
-    # create_engine_config may run twice on the same arguments; vLLM's own step leaves these behind.
-    given = {key: value for key, value in given.items() if not key.startswith("target_")}
     parsed = parse_method(given, method)
     refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
     if engine_args.scheduler_cls == scheduling.WIDTH_SCHEDULER:
