@@ -55,6 +55,9 @@ def encode(tokenizer: object, texts: Sequence[str]) -> list[NDArray[np.uint64]]:
     """Token ids of texts without special tokens, by the fast tokenizer's threads if it has any."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "encode_batch_fast"):
+        # As tokenizer.json says, if it says anything: texts would be cut, and padding counted.
+        backend.no_truncation()
+        backend.no_padding()
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint64) for encoding in encodings]
     encode_one = tokenizer.encode  # type: ignore[attr-defined]

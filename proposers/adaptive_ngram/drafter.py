@@ -85,10 +85,7 @@ class NgramDrafter:
             if path.exists():
                 load_overlay(path, self.learner.shared, self.fingerprint, vocab_size)
             if not engine.may_write_files:
-                logger.info(
-                    "vllm-spec-ext: %s is read here, and saved by the first data-parallel replica",
-                    path,
-                )
+                logger.info("vllm-spec-ext: %s is read here, and not saved", path)
         self._saves = settings.overlay_file is not None and engine.may_write_files
         self._last_save = self.learner.shared_clock
         self._prepare(engine.num_speculative_tokens, engine.max_num_seqs, vocab_size)

@@ -11,7 +11,7 @@ from test_greedy_identity import runner_of
 from worker_counts import kept_counts
 
 from vllm_spec_ext.engine.drafting import barrier
-from vllm_spec_ext.engine.drafting.barrier import STRICT
+from vllm_spec_ext.environment import STRICT
 from vllm_spec_ext.errors import ProposerError
 from vllm_spec_ext.proposers.base import Draft, StepContext, chain
 

@@ -2,6 +2,7 @@
 """An ``LLM`` behind the benchmark's small engine interface; the only importer of vLLM here."""
 
 import itertools
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from vllm_spec_ext.bench.measure import StepOutput
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Message
 from vllm_spec_ext.bench.records import EngineCounters, EngineFacts
+from vllm_spec_ext.environment import READ_ONLY
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 
@@ -57,6 +59,7 @@ class VllmEngine:
         if method.ours:
             _check_plugin(method.name)
         begin = time.perf_counter()
+        os.environ[READ_ONLY] = "1"  # every pass starts with the same files, and leaves the user's
         from vllm import LLM
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform

@@ -190,6 +190,7 @@ def start(
         num_speculative_tokens=point.budget,
         model=tokenizer_name or "MODEL",
         load_tokenizer=lambda: tokenizer,
+        may_write_files=False,
     )
     instance.start(engine)
     return instance, engine

@@ -20,6 +20,7 @@ import torch
 from vllm_spec_ext.engine.drafting import drafter as drafter_module
 from vllm_spec_ext.engine.drafting.drafter import Drafter
 from vllm_spec_ext.engine.starting.spec_config import MethodSettings, SpecExtConfig
+from vllm_spec_ext.environment import READ_ONLY
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import (
@@ -191,3 +192,8 @@ def test_at_exit_the_file_holds_what_the_latest_proposer_knows(tmp_path: Path) -
 def test_one_process_of_a_deployment_may_write_files(*, index: int, rank: int, may: bool) -> None:
     drafter = make("mortal", index=index, rank=rank)
     assert drafter._proposer.may_write is may  # type: ignore[attr-defined]
+
+
+def test_a_benchmarks_engine_writes_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(READ_ONLY, "1")
+    assert make("mortal")._proposer.may_write is False  # type: ignore[attr-defined]

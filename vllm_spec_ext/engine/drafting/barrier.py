@@ -9,12 +9,12 @@ authors of proposers want to see it.
 """
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
+from vllm_spec_ext.environment import STRICT, is_set
 from vllm_spec_ext.errors import ProposerError
 from vllm_spec_ext.proposers.base import EMPTY_DRAFT, Draft, StepContext
 from vllm_spec_ext.proposers.draft_tree import parents_of, tree_problem
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.spec_ext")
 
-STRICT = "VLLM_SPEC_EXT_STRICT"
 _ALMOST_ONE = 1.001  # of a probability that was rounded
 SUM_TOLERANCE = 2e-2  # of a row of probabilities made in bfloat16; as in scorers.walk.residual
 
@@ -128,7 +127,7 @@ class Barrier:
 
     def _report(self, kind: str, message: str, error: Exception | None = None) -> None:
         text = f"proposer {self._name!r}: {message}"
-        if os.environ.get(STRICT, "0") not in ("", "0"):
+        if is_set(STRICT):
             raise ProposerError(text) from error
         if kind in self._seen:
             return

@@ -24,6 +24,7 @@ from vllm_spec_ext.engine.v2.late_tables.design import scheduling, why_waiting
 from vllm_spec_ext.engine.views.view_host import ViewHost
 from vllm_spec_ext.engine.watching.counts import WorkerCounts
 from vllm_spec_ext.engine.watching.source_counters import SourceCounter
+from vllm_spec_ext.environment import READ_ONLY, is_set
 from vllm_spec_ext.online.session import OnlineSession, Origin
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import (
@@ -144,7 +145,7 @@ class Drafter:
             load_tokenizer=partial(load_tokenizer, self._vllm_config.model_config),
             target=self.ranks.share_target(target_model),
             device=device,
-            may_write_files=self._is_first_process,
+            may_write_files=self._is_first_process and not is_set(READ_ONLY),
             models=self.models.models,
             block_drafters=self.models.block_models,
             views=self.views.views,

@@ -12,7 +12,7 @@ import pytest
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import fingerprint, tokenizer_fingerprint
-from vllm_spec_ext.proposers.adaptive_ngram.build import BuildSettings, build_store
+from vllm_spec_ext.proposers.adaptive_ngram.build import BuildSettings, build_store, encode
 from vllm_spec_ext.proposers.adaptive_ngram.counting import Counter
 from vllm_spec_ext.proposers.adaptive_ngram.documents import read_documents
 from vllm_spec_ext.proposers.adaptive_ngram.store import (
@@ -181,3 +181,18 @@ def test_documents(tmp_path: Path) -> None:
     text.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(SpecExtError, match="UTF-8"):
         list(read_documents(text, ""))
+
+
+def test_texts_are_neither_cut_nor_filled_up() -> None:
+    """Whatever the tokenizer was saved with; repositories of trained models often say 512."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.enable_truncation(3)
+    words.enable_padding(length=3)
+    found = encode(PreTrainedTokenizerFast(tokenizer_object=words), ["a b a b a", "b"])
+    assert [ids.tolist() for ids in found] == [[2, 3, 2, 3, 2], [3]]
