@@ -55,7 +55,7 @@ def load(name: str) -> type[BaseProposer]:
     places = [*filter(None, [BUILTIN.get(name)]), *(entry.value for entry in entries)]
     if len(places) > 1:
         raise SpecExtError(
-            f"{len(places)} proposers are called {name!r}: {' and '.join(places)}; uninstall or "
+            f"two proposers are called {name!r}: {' and '.join(places)}; uninstall or "
             "rename all but one"
         )
     if name in BUILTIN:

@@ -67,9 +67,19 @@ def measure(
 
 
 def of_traces(traces: Sequence[Mapping[str, Any]]) -> Measured:
-    """From what our worker recorded; see ``EngineServer.trace``. Answers without room for a draft
-    are left out."""
+    """From what our worker recorded; see ``EngineServer.trace``.
+
+    Answers without room for a draft are left out.
+
+    Raises:
+        SpecExtError: Nothing is left.
+    """
     traces = [trace for trace in traces if len(trace["output"]) > 2]
+    if not traces:
+        raise SpecExtError(
+            "no answer is longer than two tokens, so nothing was drafted; give prompts with longer "
+            "answers (--prompts), or raise --max-tokens"
+        )
     firsts, silent = [], 0
     for number, trace in enumerate(traces):
         place = 0

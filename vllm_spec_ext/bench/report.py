@@ -145,6 +145,13 @@ def right_answer_lines(summaries: Sequence[Summary]) -> list[str]:
 def verdict_lines(result: BenchResult) -> list[str]:
     """What went wrong or deserves a word: failed engines, answers that differ."""
     lines = [f"FAILED {name}: {reason}" for name, reason in result.failures.items()]
+    number_asked = len(result.questions)
+    lines += [
+        f"note: {number_asked} prompts never fill a batch of {size}: its rows are of at most "
+        f"{number_asked} requests in flight"
+        for size in result.settings.batch_size
+        if size > number_asked
+    ]
     if result.interrupted:
         sizes = result.settings.batch_size
         planned = len(sizes) * result.settings.repeats

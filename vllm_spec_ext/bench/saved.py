@@ -43,6 +43,7 @@ def to_json(result: BenchResult, provenance: Mapping[str, Any]) -> dict[str, Any
             "methods": {method.name: method.config for method in result.methods},
             "engines": {name: dataclasses.asdict(facts) for name, facts in result.facts.items()},
             "failures": result.failures,
+            "interrupted": result.interrupted,
             "identity_required": {
                 method.name: result.must_be_identical(method.name) for method in result.methods
             },
@@ -110,6 +111,7 @@ def load(path: Path) -> SavedBench:
             facts=TypeAdapter(dict[str, EngineFacts]).validate_python(data["engines"]),
             runs=TypeAdapter(list[Run]).validate_python(data["runs"]),
             failures=data["failures"],
+            interrupted=data.get("interrupted", False),
             drifts=TypeAdapter(list[Drift]).validate_python(data["drifts"]),
         )
         found = SavedBench(path.stem, result, data["provenance"])

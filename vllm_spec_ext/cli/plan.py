@@ -59,7 +59,7 @@ plan_app = typer.Typer(add_completion=False, cls=ManyValuesGroup, invoke_without
 plan_app.command("paper", cls=ManyValues)(plan_paper)
 plan_app.command("cluster", cls=ManyValues)(plan_cluster)
 _SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
-_DEFAULTS = {"limit": 12, "max_tokens": 96, "batch_size": [1, 8]}
+_DEFAULTS: dict[str, Any] = {"limit": 12, "max_tokens": 96, "batch_size": [1, 8]}
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,15 @@ def plan(
         "dtype": dtype,
         "engine_args": parse_engine_args(engine_arg) if engine_arg else None,
     }
-    settings = merge(_DEFAULTS, {**given, "model": model or "demo"})
+    defaults = {**_DEFAULTS, "limit": max(_DEFAULTS["limit"], *(given["batch_size"] or [1]))}
+    settings = merge(defaults, {**given, "model": model or "demo"})
     questions = settings.questions()
+    if max(settings.batch_size) > len(questions):
+        raise SpecExtError(
+            f"{len(questions)} prompts never fill a batch of {max(settings.batch_size)}; expected "
+            "at least as many prompts as requests in a batch. Raise --limit, give a file with more "
+            "prompts, or lower --batch-size"
+        )
     if model is None:
         settings = settings.model_copy(update={"model": demo_model()})
     errors = Console(stderr=True)

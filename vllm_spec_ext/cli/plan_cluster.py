@@ -118,6 +118,11 @@ def _usual_rates(shape: Cluster, prompt_tokens: int, answer_tokens: int) -> list
     return [part * shape.num_replicas / per_request for part in _LOADS]
 
 
+def _ratio(plain_ms: float, ms: float) -> str:
+    """Speed; a dash where answers are one token long, behind which there is none to time."""
+    return f"{plain_ms / ms:.2f}x" if ms else "-"
+
+
 def _show(found: Sequence[Load], console: Console) -> None:
     plain = {load.rate: load for load in found if load.mode == "off"}
     rows = [
@@ -129,7 +134,7 @@ def _show(found: Sequence[Load], console: Console) -> None:
             f"{load.token_ms_p99:.1f}",
             f"{load.wait_ms:.0f}",
             f"{load.wait_ms_p99:.0f}",
-            f"{plain[load.rate].token_ms / load.token_ms:.2f}x",
+            _ratio(plain[load.rate].token_ms, load.token_ms),
         ]
         for load in found
     ]

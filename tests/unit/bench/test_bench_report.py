@@ -118,6 +118,13 @@ def test_engines_with_less_room_are_named() -> None:
     assert all(f"- {line}\n" in text for line in lines)
 
 
+def test_batches_that_are_never_full_are_named() -> None:
+    result = _result()
+    result.settings = BenchSettings(model="m", methods=["plain", "ngram"], batch_size=[1, 8])
+    (line,) = report.verdict_lines(result)
+    assert line.startswith("note: 1 prompts never fill a batch of 8")
+
+
 def test_json_holds_everything_and_no_nan() -> None:
     result = _result(found=(1,))  # no decode step: tokens per step is undefined
     result.failures["suffix"] = "no arctic_inference"

@@ -44,6 +44,7 @@ def _lossy() -> BenchResult:
 def test_a_result_comes_back_as_it_was(tmp_path: Path) -> None:
     result = _lossy()
     result.failures["suffix"] = "not installed"
+    result.interrupted = True
     found = saved.load(_write(tmp_path / "one.json", result))
     assert found.name == "one"
     assert found.result == result

@@ -13,6 +13,7 @@ from vllm_spec_ext.bench.drafter_session import of_traces, of_turns
 from vllm_spec_ext.bench.methods import Method, from_settings
 from vllm_spec_ext.bench.records import TurnRecord
 from vllm_spec_ext.cli.demo_drafters import demo_block_drafter, demo_heads
+from vllm_spec_ext.errors import SpecExtError
 
 
 def of(name: str, **settings: Any) -> list[tuple[str, str, dict[str, Any]]]:
@@ -120,6 +121,8 @@ def test_first_tokens_of_recorded_steps() -> None:
     assert found.firsts == (FirstToken(0, 1, True, 2), FirstToken(0, 4, False, 7))
     assert found.num_silent == 1  # neither the prefill nor the last token
     assert found.answers == (([0], [1, 2, 9, 4, 5, 6]),)
+    with pytest.raises(SpecExtError, match="no answer is longer than two tokens"):
+        of_traces([short])
 
 
 def test_first_tokens_of_step_sizes() -> None:

@@ -85,6 +85,8 @@ def test_prints_step_times_and_gains(
         (["--method", "ngram"], "only this plugin's methods record their drafts"),
         (["--batch-size", "0,1"], "batch size 0 is not positive"),
         (["--prompts", "none.jsonl"], "cannot read prompts"),
+        (["--batch-size", "1,200"], "never fill a batch of 200"),
+        (["--batch-size", "4", "--limit", "2"], "2 prompts never fill a batch of 4"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

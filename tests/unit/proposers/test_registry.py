@@ -73,10 +73,10 @@ def test_names_load_nothing(install: Install) -> None:
 
 def test_duplicates_are_refused(install: Install) -> None:
     install(echo="echo_package:Echo", echo_="other_package:Echo")
-    with pytest.raises(SpecExtError, match=r"2 proposers are called 'echo'.*uninstall or rename"):
+    with pytest.raises(SpecExtError, match=r"two proposers are called 'echo'.*uninstall or rename"):
         registry.load("echo")
     install(input_copy="echo_package:Echo")
-    with pytest.raises(SpecExtError, match=r"2 proposers are called 'input_copy'"):
+    with pytest.raises(SpecExtError, match=r"two proposers are called 'input_copy'"):
         registry.load("input_copy")
 
 
