@@ -79,6 +79,36 @@ def test_stop_conditions(plain: Any, speculative: Any) -> None:
     assert tokens(run(speculative, scenario, truths_of(speculative, expected))) == expected
 
 
+def test_a_stop_token_right_behind_the_minimum_length(plain: Any, speculative: Any) -> None:
+    """Which comes to stand behind an accepted draft that began before it."""
+    base = run(plain, Scenario([{"max_tokens": 24, "ignore_eos": True}], PROMPTS))
+    params = []
+    for index, out in enumerate(base):
+        least = 4 + index
+        stop = out.outputs[0].token_ids[least]
+        params.append({"max_tokens": 24, "min_tokens": least, "stop_token_ids": [stop]})
+    scenario = Scenario(params, PROMPTS)
+    expected = tokens(run(plain, scenario))
+    assert sum(len(answers[0]) < 24 for answers in expected) >= 4
+    assert tokens(run(speculative, scenario, truths_of(speculative, expected))) == expected
+
+
+def test_logprobs_of_chosen_tokens(plain: Any, speculative: Any) -> None:
+    """As vLLM's generative scoring asks for them, beside requests that ask for none."""
+    chosen = {"max_tokens": 20, "logprob_token_ids": [5, 40, 300]}
+    scenario = Scenario([chosen, {"max_tokens": 20}], PROMPTS)
+    reference = run(plain, scenario)
+    outputs = run(speculative, scenario, truths_of(speculative, tokens(reference)))
+    assert tokens(outputs) == tokens(reference)
+    for ours, theirs in zip(outputs, reference, strict=True):
+        a, b = ours.outputs[0].logprobs, theirs.outputs[0].logprobs
+        assert (a is None) == (b is None)
+        for one, other in zip(a or (), b or (), strict=True):
+            assert one.keys() == other.keys()
+            for token, entry in one.items():
+                assert entry.logprob == pytest.approx(other[token].logprob, abs=1e-3)
+
+
 def test_logprobs_are_the_targets(plain: Any, speculative: Any) -> None:
     scenario = SCENARIOS["logprobs"]
     reference = run(plain, scenario)

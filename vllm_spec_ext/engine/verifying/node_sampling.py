@@ -65,7 +65,8 @@ def verify(
     if distributions:
         rows = torch.from_numpy(verified_rows(batch, distributions)).to(logits.device)
         sampler.topk_topp_sampler.watch(rows)
-    if (rule is not None or distributions) and metadata.max_num_logprobs is not None:
+    wants_logprobs = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
+    if (rule is not None or distributions) and wants_logprobs:
         raw = logits.to(torch.float32, copy=True)  # the sampler works in place
     sampled = sampler(logits=logits, sampling_metadata=expanded)
     # The walk runs on the host; vLLM's synchronous path waits for these tokens right after anyway.
@@ -86,7 +87,7 @@ def verify(
         if raw is None:
             logprobs = LogprobsTensors(*(_take(part, rows) for part in logprobs[:3]))
         else:
-            logprobs = _logprobs_of(emitted, raw[rows], metadata.max_num_logprobs, sampler)
+            logprobs = _logprobs_of(emitted, raw[rows], metadata, sampler)
     return SamplerOutput(sampled_token_ids=emitted, logprobs_tensors=logprobs), taken
 
 
@@ -108,12 +109,42 @@ def _masked_logits(
     return sampler.apply_logits_processors(copied, expanded, False)
 
 
+def counts_tokens(metadata: "SamplingMetadata") -> bool:
+    """Whether a request has said fewer than its ``min_tokens``.
+
+    vLLM's rejection sampler masks stop tokens in the last row of a draft by the length before the
+    step (0.32 ``Sampler.apply_logits_processors`` with ``predict_bonus_token``): a text would go on
+    where plain decoding ends it.
+    """
+    return any(
+        isinstance(processor, MinTokensLogitsProcessor) and bool(processor.min_toks)
+        for processor in metadata.logitsprocs.non_argmax_invariant
+    )
+
+
 def _logprobs_of(
-    emitted: torch.Tensor, raw: torch.Tensor, num_logprobs: int, sampler: "Sampler"
+    emitted: torch.Tensor, raw: torch.Tensor, metadata: "SamplingMetadata", sampler: "Sampler"
 ) -> LogprobsTensors:
-    """Log-probabilities of tokens that need not be the target's draws, from its raw logits."""
+    """Log-probabilities of tokens that need not be the target's draws, from its raw logits.
+
+    Args:
+        emitted: [num_requests, width].
+        raw: [num_requests * width, vocab] of the rows that they come from.
+        metadata: Of the requests: which are wanted.
+        sampler: vLLM's.
+    """
     values = raw if sampler.logprobs_mode == "raw_logits" else sampler.compute_logprobs(raw)
     tokens = emitted.flatten().clamp(min=0).to(torch.int64)
+    if metadata.logprob_token_ids:
+        width = emitted.shape[1]
+        wanted = {
+            request * width + place: ids
+            for request, ids in metadata.logprob_token_ids.items()
+            for place in range(width)
+        }
+        return sampler.gather_specific_token_logprobs(values, wanted, tokens)
+    num_logprobs = metadata.max_num_logprobs
+    assert num_logprobs is not None
     if num_logprobs < 0:
         num_logprobs = raw.shape[-1]
     return sampler.gather_logprobs(values, num_logprobs, token_ids=tokens)

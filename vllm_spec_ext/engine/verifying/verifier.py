@@ -18,7 +18,7 @@ from vllm_spec_ext.engine.starting.platform_bugs import chain_sampling_is_broken
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.verifying.distribution_sampler import DistributionSampler
 from vllm_spec_ext.engine.verifying.likeliest_tokens import LikeliestTokens
-from vllm_spec_ext.engine.verifying.node_sampling import verify
+from vllm_spec_ext.engine.verifying.node_sampling import counts_tokens, verify
 from vllm_spec_ext.engine.verifying.relaxed_rule import RelaxedRule
 from vllm_spec_ext.engine.verifying.step_batch import drawn_of, step_batch
 from vllm_spec_ext.engine.verifying.thinking_budgets import ThinkingBudgets
@@ -88,6 +88,7 @@ class Verifier:
         # Seeded requests draw the noise of plain decoding, which only a walk can give them.
         broken = self._walk_sampled_chains and not metadata.all_greedy
         must_walk = has_trees or broken or has_eta or has_budget or bool(metadata.generators)
+        must_walk |= counts_tokens(metadata) or bool(metadata.logprob_token_ids)
         if self._relaxed_rule is None and not must_walk:
             return stock(logits, spec_decode_metadata)
         greedy = self._greedy_requests()
