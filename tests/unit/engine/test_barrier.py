@@ -41,6 +41,13 @@ def without(token: int) -> torch.Tensor:
     return rows
 
 
+def nearly_without(token: int) -> torch.Tensor:
+    """A probability that float32, in which drafts are verified, does not have."""
+    rows = without(token).double()
+    rows[:, token] = 1e-60
+    return rows
+
+
 def paths(value: float) -> Draft:
     return tree(None, path_probs=np.array([1.0, value, 0.5], np.float32))
 
@@ -79,6 +86,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "infinite": (tree(None, (1, 2), probs=spoiled(float("inf"))), "rows that sum to"),
     "negative probability": (tree(None, (1, 2), probs=spoiled(-0.001)), "least -0.001"),
     "impossible": (tree(None, (1, 2), probs=without(2)), "probability 0"),
+    "nearly impossible": (tree(None, (1, 2), probs=nearly_without(2)), "probability 0"),
     "kind": (tree(None, (1, 2), probs=probs(), drawn="chosen"), "drawn: found 'chosen'"),
     "twice": (
         tree(np.array([-1, -1]), (1, 1), probs=probs(), drawn="without_replacement"),

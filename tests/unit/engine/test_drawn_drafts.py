@@ -63,3 +63,16 @@ def test_a_tree_that_was_cut_for_room_is_walked_as_far_as_it_was_verified() -> N
     assert walk.accepted[1].tolist() == [1, -1, -1]
     assert walk.num_accepted.tolist() == [0, 1, 0]
     assert before.emitted[1].tolist() == [1, 4, -1, -1]
+
+
+def test_a_row_in_which_nothing_may_be_said_keeps_what_vllms_sampler_made_of_it() -> None:
+    """As where all allowed tokens are stop tokens, and too few tokens are there to stop."""
+    batch = DraftBatch.of([[3], [4]], [None, None])
+    target = torch.zeros(4, 5)
+    target[:2] = torch.full((2, 5), float("-inf")).softmax(dim=-1)
+    target[2, 4] = target[3, 1] = 1.0
+    before = Walk(np.full((2, 1), -1), np.array([[2, -1], [2, -1]]), np.array([0, 0]))
+    probs = DraftDistributions(torch.full((1, 5), 0.2), "iid")
+    walk = verify_drawn(batch, {0: probs, 1: probs}, target, before)
+    assert walk.emitted.tolist() == [[2, -1], [4, 1]]
+    assert walk.num_accepted.tolist() == [0, 1]

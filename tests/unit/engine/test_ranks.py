@@ -151,3 +151,14 @@ def test_the_other_ranks_end_where_the_first_one_does() -> None:
         first.lead(lambda: (step(), []))
     with pytest.raises(RuntimeError, match="rank 0 of this worker's group failed: KeyError"):
         second.lead(lambda: (step(), []))
+
+
+def test_what_a_proposer_draws_is_not_drawn_again_by_verification() -> None:
+    """And it draws other numbers in each step, while the ranks go on drawing the same."""
+    leader = Ranks(cast(Any, Group(0, Queue())), CPU)
+    torch.manual_seed(5)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(5)
+    drawn = [leader.lead(lambda: (float(torch.rand(1)), []))[0] for _ in range(2)]
+    assert torch.rand(2).tolist() == expected
+    assert len({*drawn, *expected}) == 4

@@ -220,10 +220,12 @@ def _distribution_problem(draft: Draft, vocab_size: int) -> tuple[str, str] | No
         return "probs", (
             f"probs: found shape {tuple(probs.shape)}, expected {expected}, a distribution a node"
         )
-    own = probs.gather(1, torch.from_numpy(draft.tokens.astype(np.int64)).to(probs.device)[:, None])
+    # As it is verified: in float32 a token of tiny probability may have none.
+    tokens = torch.from_numpy(draft.tokens.astype(np.int64)).to(probs.device)
+    own = probs.gather(1, tokens[:, None]).to(torch.float32)
     # Waits for the device once; distributions are rare, and wrong ones would bias the output.
     least, sums, drawn = torch.stack(
-        [probs.amin(dim=1), probs.sum(dim=1, dtype=torch.float32) - 1.0, own[:, 0]]
+        [probs.amin(dim=1).float(), probs.sum(dim=1, dtype=torch.float32) - 1.0, own[:, 0]]
     ).cpu()
     if not (least >= 0).all() or not (sums.abs() <= SUM_TOLERANCE).all():
         return "probs", (

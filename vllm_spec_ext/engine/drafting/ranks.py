@@ -60,6 +60,9 @@ class Failure:
     message: str
 
 
+_OWN_SEEDS = 0x5DEECE66D
+
+
 class Ranks:
     """The workers of one tensor-parallel group."""
 
@@ -76,6 +79,7 @@ class Ranks:
         self._device = device
         self._models: Sequence[PagedModel] = ()
         self._failures: set[str] = set()  # kinds that were logged
+        self._next_seed = (torch.initial_seed() ^ _OWN_SEEDS) % 2**63  # of what proposers draw
 
     @property
     def is_alone(self) -> bool:
@@ -114,9 +118,12 @@ class Ranks:
             return self._follow()
         try:
             # The ranks draw the same samples from the same global generators; a proposer that
-            # draws from them too, on this rank alone, must leave them as they were.
+            # draws from them too, on this rank alone, must leave them as they were. What it draws
+            # is never drawn again, by verification, which would not be independent of its drafts.
             with torch.random.fork_rng([] if self._device.type == "cpu" else [self._device]):
+                torch.manual_seed(self._next_seed)
                 value, tensors = work()
+            self._next_seed += 1
         except BaseException as error:
             self._group.broadcast_object(Failure(f"{type(error).__name__}: {error}"))
             raise

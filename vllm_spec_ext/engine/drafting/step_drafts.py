@@ -205,7 +205,7 @@ class StepDrafts:
             drawn = None
             if draft.probs is not None and tokens and self._may_draw(request.request_id):
                 drawn = draft.drawn
-                probs.append(draft.probs[:size])
+                probs.append(draft.probs[:size].to(torch.float32))
             drafts.append(ScheduledDraft(request.request_id, tokens, tree, drawn))
             if log is not None:
                 parents = chain_parents(size) if tree is None else tree

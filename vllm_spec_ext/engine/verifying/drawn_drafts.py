@@ -51,6 +51,10 @@ def verify_drawn(
 ) -> Walk:
     """Verify the drawn drafts of a batch; the other requests' part of ``walk`` stays.
 
+    So does that of a request with a row in which nothing may be said (its parameters contradict
+    each other, or its logits are no numbers): there is no distribution, and what vLLM's sampler
+    made of the row is what plain decoding gives.
+
     Args:
         batch: Rows and draft nodes of the step.
         distributions: Request index -> the distributions its nodes were drawn from.
@@ -63,9 +67,13 @@ def verify_drawn(
     row = 0
     for request, own in distributions.items():
         first, size = int(batch.node_starts[request]), _num_nodes(batch, request)
+        own_rows = on_host[row : row + size + 1]
+        row += size + 1
+        if own_rows[:, 0].isnan().any():  # a softmax over nothing is NaN as a whole
+            continue
         starts = np.array([0, size], np.int64)
         taken = multi_step(
-            on_host[row : row + size + 1],
+            own_rows,
             batch.parents[first : first + size],
             batch.tokens[first : first + size],
             starts,
@@ -73,7 +81,6 @@ def verify_drawn(
             uniforms=draw_uniforms(starts),
             drawn=own.drawn,
         )
-        row += size + 1
         for whole, part in ((accepted, taken.accepted), (emitted, taken.emitted)):
             whole[request] = -1
             whole[request, : part.shape[1]] = part[0]
