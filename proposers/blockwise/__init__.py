@@ -261,6 +261,8 @@ class Blockwise(BaseProposer):
         for row, request in zip(rows, requests, strict=True):
             found = copied_tokens(self._texts.of(request), config.copy_match, config.num_heads)
             row[0], row[1], row[2:] = request.token_ids[-1], found.length, found.tokens
+            if found.tokens.max() >= config.vocab_size:  # what stands for a picture in a prompt
+                row[1:] = 0  # as where nothing is found
         sent = torch.from_numpy(rows).to(device)
         return TokensSeen(sent[:, 0], sent[:, 2:], sent[:, 1])
 

@@ -96,6 +96,7 @@ class Cascade(BaseProposer):
         proposers = [level.proposer()(level.parsed) for level in methods]
         self.needs = Needs(
             hidden_states=any(one.needs.hidden_states for one in proposers),
+            next_tokens=max((one.needs.next_tokens for one in proposers), default=0),
             distributions=self._options.draw,
             every_step=any(one.needs.every_step for one in proposers),
         )

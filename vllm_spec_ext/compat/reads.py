@@ -565,6 +565,7 @@ CLASSES: tuple[Reads, ...] = (
             "sampling_metadata": "SamplingMetadata",
             "temperature_cpu": "numpy.ndarray",
             "token_ids_cpu": "numpy.ndarray",
+            "is_token_ids": "numpy.ndarray",
             "num_tokens_no_spec": "numpy.ndarray",
             "num_prompt_tokens": "numpy.ndarray",
             "num_computed_tokens_cpu": "numpy.ndarray",

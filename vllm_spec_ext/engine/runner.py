@@ -98,12 +98,18 @@ class SpecRunnerMixin:
 
     def known(self, request_id: str) -> KnownRequest:
         """A request of the batch; after the bookkeeping with the step's new tokens."""
-        batch = self.input_batch
+        batch, request = self.input_batch, self.requests[request_id]
         row = batch.req_id_to_index[request_id]
+        end = batch.num_tokens_no_spec[row]
+        tokens = batch.token_ids_cpu[row, :end]
+        if request.prompt_embeds is not None:
+            # In the place of embeddings stands what another request said in this row before (vLLM
+            # 0.32 ``InputBatch.add_request``), or an id that the vocabulary does not have.
+            tokens = np.where(batch.is_token_ids[row, :end], tokens, 0)
         return KnownRequest(
-            token_ids=batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]],
+            token_ids=tokens,
             num_prompt_tokens=int(batch.num_prompt_tokens[row]),
-            params=self.requests[request_id].sampling_params,
+            params=request.sampling_params,
         )
 
     def rows_of(self, step: Step, new_tokens: list[list[int]]) -> list[BatchRow]:

@@ -170,6 +170,9 @@ class OnlineSession:
             self._turn_left = self._learner.steps_a_turn
         self._turn_left -= 1
         self._use(self._version_of(self._role))
+        if len(self._weights) > 1:  # a version that was refused drafts no more, and is let go
+            kept = {0, self._state.serving, self._state.trying, self._using}
+            self._weights = {name: value for name, value in self._weights.items() if name in kept}
 
     def drafted(self, step: StepContext, drafts: Sequence[Draft]) -> None:
         """Remember who drafted for whom; a request without a draft gets nothing accepted."""
@@ -334,8 +337,6 @@ class OnlineSession:
         logger.info("vllm-spec-ext: online: version %d drafts now: %s", number, why)
         self._trial.changed()
         self._set(serving=number, trying=None, since=time.time())
-        kept = {0, number, self._using}
-        self._weights = {name: value for name, value in self._weights.items() if name in kept}
 
     def _judge(self, number: int, kept: bool, reason: str, before: float, after: float) -> None:
         verdict = Verdict(

@@ -315,7 +315,13 @@ def run_trainer(
         pace = CpuBudget(share) if share > 0 else None
         used = time.process_time
         while not stop.is_set() and parent in (None, os.getppid()):
-            why = "its budget is 0" if pace is None else trainer.advance()
+            why, owed = None, 0.0 if pace is None else pace.owed()
+            if pace is None:
+                why = "its budget is 0"
+            elif owed > 0:  # what a long step took; the end of the engine is seen meanwhile
+                stop.wait(min(owed, _POLL_S))
+            else:
+                why = trainer.advance()
             if time.time() - told >= _TELL_S:
                 told = time.time()
                 _tell(root, trainer, started, used() / max(1e-9, told - started), why)
@@ -325,8 +331,6 @@ def run_trainer(
                 stop.wait(_POLL_S)
                 if pace is not None:
                     pace.forgive()
-            else:
-                pace.rest()
         with contextlib.suppress(DiskFullError):
             trainer.save()
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 _KEEP_AT = 1.0  # standard errors that a new version must be ahead
 _FALL_AT = 3.0  # standard errors behind the weights of the start at which those come back
+_LEAST_GUARDED = 30  # requests' steps of each, before one can fall behind the other
 _WINDOW = 4000  # request steps after which the past counts half
 
 Role = Literal["serving", "trial", "guard"]
@@ -149,4 +150,6 @@ class Trial:
 
     def has_fallen(self) -> bool:
         """Whether the version in use is behind the weights of the start."""
+        if min(self.guard.count, self.serving.count) < _LEAST_GUARDED:
+            return False  # few samples may be alike by chance, and then seem exact
         return standard_errors_ahead(self.guard, self.serving) >= _FALL_AT

@@ -272,23 +272,22 @@ def test_a_writer_writes_all_and_goes_on_behind_it(tmp_path: Path) -> None:
 def test_a_budget_is_kept() -> None:
     """Work of 0.1 s of processor time at a twentieth of a core takes two seconds."""
     now, used = 0.0, 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    budget = CpuBudget(0.05, used=lambda: used, clock=lambda: now, sleep=sleep)
+    budget = CpuBudget(0.05, used=lambda: used, clock=lambda: now)
     for _ in range(50):
         used, now = used + 0.1, now + 0.1
-        budget.rest()
+        now += budget.owed()
         assert used <= 0.05 * now + 1e-9
     assert now == pytest.approx(100.0)
     now += 1000.0  # idle time is not saved up
     budget.forgive()
     for _ in range(10):
         used, now = used + 0.1, now + 0.1
-        budget.rest()
+        now += budget.owed()
     assert now == pytest.approx(1120.0)
+    used, now = used + 60.0, now + 60.0  # a step of a large drafter
+    for _ in range(20):
+        now += min(30.0, budget.owed())
+    assert budget.owed() > 0
 
 
 def tally(values: list[int]) -> Tally:
@@ -334,6 +333,19 @@ def test_versions_see_the_same_traffic() -> None:
             trial.count(trial.role(guards=False), sum(draw.random() < chance for _ in range(4)))
         kept += decision.kept
     assert kept <= 14  # one standard error is passed by chance in a sixth of the trials
+
+
+def test_a_handful_of_steps_condemns_no_version() -> None:
+    """Two that are alike have no spread, and seem exact."""
+    trial = Trial(400, 0.1, seed=0)
+    for _ in range(6):
+        trial.count("guard", 2)
+    for _ in range(200):
+        trial.count("serving", 0)
+    assert not trial.has_fallen()
+    for _ in range(30):
+        trial.count("guard", 2)
+    assert trial.has_fallen()
 
 
 def test_weights_of_the_start_come_back_where_learning_did_harm() -> None:

@@ -97,6 +97,24 @@ def test_a_replica_serves_what_the_first_serves(start: Start, tmp_path: Path) ->
     first.close()
 
 
+def test_weights_of_refused_versions_are_let_go(start: Start, tmp_path: Path) -> None:
+    root = tmp_path / "online"
+    session, learner = start(is_first=True, trial_steps=40)
+    for number in (1, 2, 3):
+        publish(root, number, b"version %d" % number)
+        until(lambda: session._ready is not None)
+        session.begin_step()
+        assert session.state.trying == number
+        for index in range(60):
+            session._trial.count("serving", 2 + index % 2)
+            session._trial.count("trial", index % 2)
+        session.begin_step()
+        session.begin_step()
+        assert session.state.trying is None
+        assert session._weights.keys() == {0}
+    assert learner.used[-1] == b"own"
+
+
 def test_a_replica_writes_nothing(start: Start, tmp_path: Path) -> None:
     root = tmp_path / "online"
     first, _ = start(is_first=True)

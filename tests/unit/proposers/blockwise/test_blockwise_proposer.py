@@ -171,6 +171,11 @@ def test_heads_see_what_followed_earlier(tmp_path: Path) -> None:
     assert drafts([1, 2, 3, 4, 7, 1, 2, 3]) == [[4, 7, 1]]  # ... and others came
     proposer.finish(["r0", "r1"])  # the same names may come back for other texts
     assert drafts([9, 8, 7, 9]) == [[8, 7, 9]]
+    proposer.finish(["r0"])
+    beyond = heads.config.vocab_size  # stands in a prompt for a picture or an embedding
+    (draft,) = drafts([9, beyond, beyond, 4, 9])
+    proposer.finish(["r0"])
+    assert [draft] == drafts([9])
 
 
 @pytest.mark.parametrize("plain_projection", [True, False])

@@ -368,3 +368,9 @@ def test_disabled_requests_and_requests_that_go() -> None:
 def test_only_an_engine_has_models() -> None:
     with pytest.raises(SpecExtError, match="found 0 loaded draft models, expected 1"):
         made(levels=levels({}))
+
+
+def test_a_level_gets_the_likeliest_tokens_that_it_asks_for() -> None:
+    asked = [{"method": "recycling"}, {"model": "m1"}]
+    parsed = parse_options(Cascade.info.options, {"levels": asked}, "cascade")
+    assert Cascade(parsed).needs.next_tokens == registry.load("recycling").needs.next_tokens > 0
