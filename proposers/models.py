@@ -132,7 +132,7 @@ class DraftModel(Protocol):
         """
 
     def forward_seconds(self, num_rows: int) -> float | None:
-        """A forward pass over this many tokens, as measured; None before any was."""
+        """A forward pass over this many tokens, as measured; None before two were."""
 
     def reload(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """Run with other weights from now on, and forget what was read with the old ones.

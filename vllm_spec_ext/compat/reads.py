@@ -752,6 +752,7 @@ CLASSES: tuple[Reads, ...] = (
             "apply_logits_processors": "Callable[..., torch.Tensor]",
             "compute_logprobs": "Callable[..., torch.Tensor]",
             "gather_logprobs": "Callable[..., LogprobsTensors]",
+            "gather_specific_token_logprobs": "Callable[..., LogprobsTensors | None]",
         },
     ),
     Reads(

@@ -379,9 +379,11 @@ def test_times_and_counts() -> None:
     model = block_model(with_states())
     tokens = [1, 2, 3]
     assert model.forward_seconds(4) is None
-    model.begin_step([batch_row(tokens, 0, [3])])
-    model.predict([request_step(tokens)], [0], 3, 1)
-    model.end_step(True)
+    for is_known in (False, True):  # one pass alone says nothing of the next
+        model.begin_step([batch_row(tokens, 0, [3])])
+        model.predict([request_step(tokens)], [0], 3, 1)
+        model.end_step(True)
+        assert (model.forward_seconds(4) is not None) == is_known
     seconds = model.forward_seconds(4)
     assert seconds is not None
     assert 0.0 < seconds <= model.counts.seconds

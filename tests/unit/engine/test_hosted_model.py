@@ -319,6 +319,19 @@ def test_scratch_gives_all_or_nothing() -> None:
     assert scratch.take(3) == [0, 1, 2]
 
 
+def test_a_slow_first_pass_says_nothing() -> None:
+    """It compiles a kernel, or finds no buffers; who believed it would never run a second one."""
+    times = ForwardTimes()
+    times.observe(1, 0.5)
+    assert times.estimate(1) is None
+    times.observe(1, 0.004)
+    assert times.estimate(1) == pytest.approx(0.004)
+    times.observe(3, 0.06)  # the first of this size
+    assert times.estimate(3) == pytest.approx(0.012)
+    times.observe(3, 0.005)
+    assert times.estimate(3) == pytest.approx(0.005)
+
+
 def test_times_grow_with_rows() -> None:
     times = ForwardTimes()
     assert times.estimate(1) is None

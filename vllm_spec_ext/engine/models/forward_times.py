@@ -12,6 +12,7 @@ class ForwardTimes:
 
     def __init__(self) -> None:
         """Start without measurements."""
+        self._firsts: dict[int, float] = {}  # bits -> seconds
         self._classes: dict[int, tuple[float, float]] = {}  # bits -> mean rows, mean seconds
 
     def observe(self, num_rows: int, seconds: float) -> None:
@@ -19,8 +20,13 @@ class ForwardTimes:
         key = num_rows.bit_length()
         known = self._classes.get(key)
         if known is None:
-            # Its first pass includes what the platform prepares by size, so it counts for little.
-            self._classes[key] = (float(num_rows), seconds)
+            # The first pass of a class includes what the platform prepares by size. Alone it tells
+            # nothing: who took it for what a pass takes might never run another.
+            first = self._firsts.pop(key, None)
+            if first is None:
+                self._firsts[key] = seconds
+            else:
+                self._classes[key] = (float(num_rows), min(first, seconds))
             return
         rows, usual = known
         weight = max(_WEIGHT, 0.5 if seconds < 0.5 * usual else 0.0)
@@ -28,7 +34,7 @@ class ForwardTimes:
         self._classes[key] = rows + weight * (num_rows - rows), usual + weight * (seconds - usual)
 
     def estimate(self, num_rows: int) -> float | None:
-        """Seconds of a pass with this many rows; None before any was measured.
+        """Seconds of a pass with this many rows; None before two like it were measured.
 
         Between classes it is interpolated; no pass takes less than a smaller one, and beyond the
         largest one seconds grow with the rows.
