@@ -145,3 +145,21 @@ def test_a_cached_prompt_verifies_no_placeholders(plain: Any, make_engine: Any) 
     found, scheduled, verified = verified_rows(make_engine(speculative_config=INPUT_COPY), params)
     assert found == list(out.outputs[0].token_ids)
     assert (scheduled, verified) == ([-1] * 8, [])
+
+
+@pytest.mark.parametrize("method", ORACLES)
+def test_logprobs_of_chosen_tokens(method: str, plain: Any, make_engine: Any) -> None:
+    """Beside requests that ask for none, of chains and trees."""
+    chosen = {"max_tokens": 16, "ignore_eos": True, "logprob_token_ids": [5, 40, 300]}
+    scenario = Scenario([chosen, {"max_tokens": 16, "ignore_eos": True}], PROMPTS)
+    reference = run(plain, scenario)
+    engine = make_engine(speculative_config=METHODS[method])
+    outputs = run(engine, scenario, truths(reference))
+    assert tokens(outputs) == tokens(reference)
+    for ours, theirs in zip(outputs, reference, strict=True):
+        a, b = ours.outputs[0].logprobs, theirs.outputs[0].logprobs
+        assert (a is None) == (b is None)
+        for one, other in zip(a or (), b or (), strict=True):
+            assert one.keys() == other.keys()
+            for token, entry in one.items():
+                assert entry.logprob == pytest.approx(other[token].logprob, abs=2e-4)

@@ -25,6 +25,21 @@ FUNCTIONS_V2: tuple[Hook, ...] = (
         type="int",
     ),
     _V2(
+        "vllm.v1.worker.gpu.sample.logprob",
+        "compute_topk_scores",
+        "log-probabilities that requests choose, of drafts",
+        names=(
+            "logits",
+            "num_logprobs",
+            "sampled_token_ids",
+            "cu_num_logits",
+            "logprob_token_ids_state",
+            "expanded_idx_mapping",
+            "max_per_req_token_ids",
+            "logits_mode",
+        ),
+    ),
+    _V2(
         "vllm.triton_utils.importing",
         "HAS_TRITON",
         "without Triton vLLM takes its V1 runner",

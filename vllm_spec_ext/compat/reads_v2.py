@@ -153,9 +153,17 @@ CLASSES_V2: tuple[Reads, ...] = (
             "needs_logits_processing": "numpy.ndarray",
             "logits_processors": "list[LogitsProcessor]",
             "thinking_budget_state": "LogitsProcessor",
+            "logprob_token_ids_state": "LogprobTokenIdsState",
+            "logprobs_mode": "str",
             "sample": "Callable[..., tuple[torch.Tensor, torch.Tensor]]",
             "_sample_random": "Callable[..., tuple[torch.Tensor, torch.Tensor]]",
         },
+    ),
+    _V2(
+        "vllm.v1.worker.gpu.sample.logprob",
+        "LogprobTokenIdsState",
+        "tokens whose log-probabilities requests choose",
+        {"max_num_token_ids": "Callable[..., int]"},
     ),
     _V2("vllm.v1.worker.gpu.sample.output", "SamplerOutput", "what a sampler returns", {}),
     _V2(

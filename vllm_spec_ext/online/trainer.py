@@ -315,7 +315,7 @@ def run_trainer(
         pace = CpuBudget(share) if share > 0 else None
         used = time.process_time
         while not stop.is_set() and parent in (None, os.getppid()):
-            why, owed = None, 0.0 if pace is None else pace.owed()
+            why, owed = "", 0.0 if pace is None else pace.owed()
             if pace is None:
                 why = "its budget is 0"
             elif owed > 0:  # what a long step took; the end of the engine is seen meanwhile

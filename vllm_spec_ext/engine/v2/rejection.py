@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -56,6 +57,8 @@ class WalkSampler(RejectionSampler):
             vocab_size = runner.vllm_config.model_config.get_vocab_size()
             self._relaxed_rule = RelaxedRule(settings, vocab_size)
         self._batch: DraftBatch | None = None  # of a step that is verified on the host
+        self._num_chosen = 0  # most tokens whose log-probabilities a request of the step chooses
+        self._slots_of_rows: torch.Tensor | None = None  # of the part that is verified just now
 
     def __call__(
         self,
@@ -77,6 +80,8 @@ class WalkSampler(RejectionSampler):
             greedy = (temperatures == 0.0).tolist()
             distributions = drawn_of(step, greedy)
         self._batch = None
+        chosen = sampler.logprob_token_ids_state
+        self._num_chosen = chosen.max_num_token_ids(input_batch.idx_mapping_np)
         if plan is not None or distributions or self._relaxed_rule is not None:
             batch = self._batch = step_batch(step, plan)
             self._rule: StepRule | None = None
@@ -111,6 +116,7 @@ class WalkSampler(RejectionSampler):
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Processed logits [num_rows, vocab], tokens [num_reqs, k + 1], how many of them count."""
+        self._slots_of_rows = expanded_idx_mapping
         if self._batch is not None:
             context = LogitsContext(
                 expanded_idx_mapping=expanded_idx_mapping,
@@ -220,12 +226,45 @@ class WalkSampler(RejectionSampler):
         max_num_logprobs: int,
     ) -> "LogprobsTensors | None":
         """Log-probabilities of the emitted tokens, each from the row that it came from."""
+        if max_num_logprobs == NO_LOGPROBS and not self._num_chosen:
+            return None
         walk = self._runner.spec_step.walk
-        if self._batch is not None and walk is not None and max_num_logprobs != NO_LOGPROBS:
+        if self._batch is not None and walk is not None:
             order = chain_order(self._batch, walk)
             logits = logits[torch.from_numpy(order).to(logits.device)]
-        rest = (cu_num_logits, cu_num_logits_np, max_num_logprobs)
-        return super()._get_logprobs_tensors(sampled, num_sampled, logits, *rest)
+        if not self._num_chosen:
+            rest = (cu_num_logits, cu_num_logits_np, max_num_logprobs)
+            return super()._get_logprobs_tensors(sampled, num_sampled, logits, *rest)
+        # vLLM's own leaves out what requests choose (0.32 RejectionSampler._get_logprobs_tensors).
+        sampler = self._runner.sampler
+        return compute_topk_scores(
+            logits,
+            0 if max_num_logprobs == NO_LOGPROBS else max_num_logprobs,
+            in_rows(sampled, num_sampled, cu_num_logits, len(logits)),
+            cu_num_logits_np.tolist() if len(logits) != len(sampled) else None,
+            logprob_token_ids_state=sampler.logprob_token_ids_state,
+            expanded_idx_mapping=self._slots_of_rows,
+            max_per_req_token_ids=self._num_chosen,
+            logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+
+
+def in_rows(
+    sampled: torch.Tensor, num_sampled: torch.Tensor, starts: torch.Tensor, num_rows: int
+) -> torch.Tensor:
+    """[num_rows] a step's new tokens in the first rows of their requests; 0 elsewhere.
+
+    Args:
+        sampled: [num_reqs, k + 1].
+        num_sampled: [num_reqs] of which so many count.
+        starts: [num_reqs + 1] first row of each request.
+        num_rows: Of the step.
+    """
+    place = torch.arange(sampled.shape[1], device=sampled.device)
+    rows = (starts[:-1, None] + place).where(place < num_sampled[:, None], num_rows)
+    flat = sampled.new_zeros(num_rows + 1)  # the last one takes what does not count
+    flat.scatter_(0, rows.flatten().long(), sampled.flatten())
+    return flat[:num_rows]
 
 
 def chain_order(batch: DraftBatch, taken: Walk) -> np.ndarray:

@@ -14,6 +14,7 @@ from vllm_spec_ext.scorers.eta import apply_eta, eta_parameters
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+    from vllm.v1.worker.gpu.sample.logprob import LogprobTokenIdsState
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -30,6 +31,8 @@ class SpecSamplerMixin:
     logits_processors: "list[LogitsProcessor]"
     thinking_budget_state: "LogitsProcessor"
     sample: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    logprob_token_ids_state: "LogprobTokenIdsState"
+    logprobs_mode: str
 
     def init_spec_ext(self, runner: "SpecRunnerV2Mixin") -> None:
         """State of our own; called once."""
