@@ -130,6 +130,10 @@ def read_request(
             options, rule, eta = _read_options(params, settings, facts)
         except Exception as error:
             logger.warning("vllm-spec-ext: %s; the request runs with defaults", error)
+    if params.max_tokens == 1:
+        # No answer to draft from later. Beam search sends such a request for each token of each
+        # beam, without the options of the user's own (vLLM 0.32 entrypoints/generate/beam_search).
+        options = options.model_copy(update={"remember": False})
     exact = set(params.all_stop_token_ids)
     if params.eos_token_id is not None:
         exact.add(params.eos_token_id)
