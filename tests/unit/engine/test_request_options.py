@@ -228,3 +228,13 @@ def test_resolved_options_are_not_copied() -> None:
     """vLLM copies sampling parameters deeply on its event loop."""
     resolved = resolve(SETTINGS, {"spec_ext.source_token_ids": [1] * 200}, facts())
     assert copy.deepcopy(resolved)["spec_ext"] is resolved["spec_ext"]
+
+
+def test_an_answer_of_one_token_is_not_remembered() -> None:
+    """Beam search asks for one at each token of each beam, and drops the options it was given."""
+    vllm = pytest.importorskip("vllm")
+    from vllm_spec_ext.engine.requests.state import read_request
+
+    for max_tokens in (1, 2):
+        found = read_request(vllm.SamplingParams(max_tokens=max_tokens), SETTINGS, facts())
+        assert found.options.remember is (max_tokens > 1)
