@@ -2,9 +2,7 @@
 """``vllm-spec bench``: compare speculative methods with plain decoding on this machine."""
 
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +27,7 @@ from vllm_spec_ext.bench.settings import (
     parse_template,
     read_file,
 )
+from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
 
@@ -222,12 +221,10 @@ def run(settings: BenchSettings, console: Console, log_dir: Path | None) -> Benc
         settings.all_methods(),
         settings.questions(),
     )
-    logs = log_dir or Path(tempfile.mkdtemp(prefix="vllm-spec-bench-"))
-    logs.mkdir(parents=True, exist_ok=True)
-    with ProgressEvents(result, console) as events:
-        run_benchmark(result, logs, events)
-    if log_dir is None and not result.failures:
-        shutil.rmtree(logs, ignore_errors=True)  # kept after a failure: the message names them
+    with LogFolder("bench", log_dir) as logs, ProgressEvents(result, console) as events:
+        run_benchmark(result, logs.path, events)
+        if result.failures:
+            logs.keep()
     return result
 
 

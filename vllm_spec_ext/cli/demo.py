@@ -6,9 +6,7 @@ token of a step is the target's own (the bonus token), those before it were draf
 """
 
 import json
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +30,9 @@ from vllm_spec_ext.cli.bench import (
     show,
 )
 from vllm_spec_ext.cli.demo_drafters import demo_block_drafter, demo_heads
+from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.vllm_metadata import inspect
+from vllm_spec_ext.options import parse_options
 
 CATEGORIES = ("editing", "correction", "copy", "code-edit", "rewriting")
 ACCEPTED, BONUS, PLAIN_STYLE = "green", "yellow", "dim"
@@ -67,6 +67,7 @@ def demo(
     """
     errors = Console(stderr=True)
     say_how_long(errors)
+    parse_options(BenchSettings, {"model": model or "demo", "dtype": dtype}, "demo")
     folder = model or demo_model()
     usual = "auto" if model else f"auto,{','.join(_TRAINED)}"
     names = usual if methods is None else methods
@@ -84,15 +85,16 @@ def demo(
     result = BenchResult(settings, settings.all_methods(), pick(every, num_prompts))
     out = report_console()
     facts = provenance.collect(sys.argv)
-    logs = Path(tempfile.mkdtemp(prefix="vllm-spec-demo-"))
     try:
-        run(result, facts, logs, out, errors)
+        with LogFolder("demo") as logs:
+            run(result, facts, logs.path, out, errors)
+            if result.failures:
+                logs.keep()
     except EngineFailed as error:
         errors.print(f"vllm-spec: {error}", markup=False, highlight=False)
         raise typer.Exit(EXIT_FAILED) from error
     if result.failures:
         raise typer.Exit(EXIT_FAILED)
-    shutil.rmtree(logs, ignore_errors=True)
 
 
 def with_drafter(name: str) -> str:

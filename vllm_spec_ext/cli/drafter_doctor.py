@@ -3,8 +3,6 @@
 
 import dataclasses
 import json
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +33,7 @@ from vllm_spec_ext.bench.drafter_session import RefusedError
 from vllm_spec_ext.bench.engine_client import EngineFailed
 from vllm_spec_ext.bench.methods import Method, parse_method
 from vllm_spec_ext.bench.settings import BenchSettings, merge
+from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
 
@@ -122,19 +121,17 @@ def check_drafters(
         },
     )
     errors = Console(stderr=True, highlight=False)
-    folder = log_dir or Path(tempfile.mkdtemp(prefix="vllm-spec-doctor-"))
-    folder.mkdir(parents=True, exist_ok=True)
 
     def report(text: str) -> None:
         errors.print(text, markup=False)
 
+    logs = LogFolder("doctor", log_dir)
     try:
-        found = [examine(part, settings, folder, report, trials=trials) for part in parts]
+        with logs:
+            found = [examine(part, settings, logs.path, report, trials=trials) for part in parts]
     except EngineFailed as error:
-        errors.print(f"vllm-spec: {error} [logs: {folder}]", markup=False)
+        errors.print(f"vllm-spec: {error} [logs: {logs.path}]", markup=False)
         raise typer.Exit(1) from error
-    if log_dir is None:
-        shutil.rmtree(folder, ignore_errors=True)
     if as_json:
         ok = all(one.judgement.verdict != "broken" for one in found)
         print(json.dumps({"ok": ok, "drafters": [one.as_dict() for one in found]}, indent=2))

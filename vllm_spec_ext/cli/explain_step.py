@@ -2,8 +2,6 @@
 """``vllm-spec explain-step``: one step of one request, with what was drafted and what stood."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.vllm_engine import Sampling
 from vllm_spec_ext.cli.bench import EXIT_FAILED, demo_model
 from vllm_spec_ext.cli.corpus import load_tokenizer
+from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.simulate import BUDGET, make_points, parse_grid, read_recordings, start
 from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.draw_tree import check_tree, draw_tree, visible
@@ -285,12 +284,12 @@ def run_engine(
     parse_options(info.options, {k: v for k, v in given.items() if k != BUDGET}, method)
     # A fresh engine holds drafts back, and one request is soon over.
     settings = {"adaptive_length": False, **given}
-    logs = Path(tempfile.mkdtemp(prefix="vllm-spec-step-"))
     status = Console(stderr=True)
     try:
         with (
+            LogFolder("step") as logs,
             status.status("starting the engine and answering"),
-            EngineClient(method, logs / "engine.log") as engine,
+            EngineClient(method, logs.path / "engine.log") as engine,
         ):
             engine.start(
                 target,
@@ -301,9 +300,8 @@ def run_engine(
             engine.prepare([question], 0, 1)
             trace = engine.trace(0)
     except EngineFailed as error:
-        status.print(f"vllm-spec: {error}; its log: {logs}", markup=False, highlight=False)
+        status.print(f"vllm-spec: {error}; its log: {logs.path}", markup=False, highlight=False)
         raise typer.Exit(EXIT_FAILED) from error
-    shutil.rmtree(logs, ignore_errors=True)
     return from_engine(trace)
 
 
