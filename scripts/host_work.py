@@ -136,7 +136,7 @@ def watched(runner: Any, stages: Stages) -> Iterator[None]:
         time_method(block_copies.LayerBlocks, "copy", "copies")
         for name in ("__call__", "_verify_in_chunks"):
             time_method(RejectionSampler, name, THEIRS)
-            time_method(WalkSampler, name, "verify")
+        time_method(WalkSampler, "__call__", "verify")
         time_method(WalkSampler, "_verify", "verify")
         time_method(runner.sampler, "sample", THEIRS)
         time_method(runner.drafter._proposer, "propose", "propose")

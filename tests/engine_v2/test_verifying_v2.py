@@ -31,6 +31,9 @@ from test_relaxed_rules import (
     test_eta_cuts_what_is_improbable,
     test_min_block_takes_drafts_and_reports_the_targets_logprobs,
 )
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+from vllm_spec_ext.engine.v2 import rejection
 
 __all__ = [
     "engines",
@@ -155,3 +158,42 @@ def test_penalties_see_the_drafts_of_a_request_that_has_hardly_begun(
     params = [sampling_params(given, tree)] * len(PROMPTS)
     found = engine.generate(PROMPTS, params, use_tqdm=False)
     assert tokens(found) == answers
+
+
+@pytest.mark.parametrize("rule", [None, {"type": "top_k", "k": 3}], ids=["exact", "relaxed"])
+def test_a_huge_step_is_verified_in_parts(
+    rule: Any, plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM bounds the memory of its own; here that is reached with 24 rows."""
+    relaxed = {} if rule is None else {"scorer": rule, "allow_lossy": True}
+    engine = make_engine(speculative_config={**METHODS["oracle_tree"], **relaxed})
+    scenario = Scenario(
+        [
+            {"max_tokens": 16, "ignore_eos": True, "repetition_penalty": 1.3, "logprobs": 2},
+            {"max_tokens": 16, "ignore_eos": True, "logprobs": 1},
+        ],
+        PROMPTS,
+    )
+    reference = run(plain, scenario)
+    truths = [completions[0] for completions in tokens(reference)]
+    whole = run(engine, scenario, truths)
+    engine.reset_prefix_cache()
+    numbers: list[int] = []
+    join = rejection.joined
+
+    def counted(walks: Any) -> Any:
+        numbers.append(len(walks))
+        return join(walks)
+
+    monkeypatch.setattr(rejection, "joined", counted)
+    vocab_size = engine.llm_engine.vllm_config.model_config.get_vocab_size()
+    monkeypatch.setattr(rejection_sampler, "MAX_CHUNK_BYTES", 24 * 4 * vocab_size)
+    parts = run(engine, scenario, truths)
+    assert max(numbers) > 2
+    assert tokens(parts) == tokens(whole)
+    assert rule is not None or tokens(parts) == tokens(reference)
+    for ours, theirs in zip(parts, whole, strict=True):
+        for one, other in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
+            assert one.keys() == other.keys()
+            for token, entry in one.items():
+                assert entry.logprob == pytest.approx(other[token].logprob, abs=2e-4)

@@ -218,13 +218,6 @@ FUNCTIONS_V2: tuple[Hook, ...] = (
     ),
     _V2(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler",
-        "RejectionSampler._verify_in_chunks",
-        "a walk is over the whole step",
-        names=("logits", "input_batch", "draft_logits", "draft_sampled", "pos", "max_chunk_logits"),
-        used_by="engine/v2/rejection.py: WalkSampler extends it",
-    ),
-    _V2(
-        "vllm.v1.worker.gpu.spec_decode.rejection_sampler",
         "RejectionSampler._verify",
         "replaced by the target's own draws",
         names=(

@@ -10,6 +10,8 @@ Chains are verified on the device. Trees, relaxed rules and drawn drafts are ver
 that the V1 runner has, on the host.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from vllm_spec_ext.engine.verifying.drawn_drafts import (
     verified_rows,
     verify_drawn,
 )
-from vllm_spec_ext.engine.verifying.node_sampling import StepRule, emitting_rows
+from vllm_spec_ext.engine.verifying.node_sampling import emitting_rows
 from vllm_spec_ext.engine.verifying.relaxed_rule import RelaxedRule
 from vllm_spec_ext.engine.verifying.step_batch import drawn_of, step_batch
 from vllm_spec_ext.scorers.walk.tree import Walk, walk, walk_samples
@@ -38,6 +40,20 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
     from vllm_spec_ext.engine.v2.runner import SpecRunnerV2Mixin
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """Requests of a step that are verified together, on the host."""
+
+    batch: DraftBatch
+    distributions: dict[int, DraftDistributions]  # by number of the request
+    start: int = 0  # number of the first one in the step
+
+    def part(self, start: int, end: int) -> "HostPart":
+        """Of these requests, `end` not included."""
+        drawn = {r - start: one for r, one in self.distributions.items() if start <= r < end}
+        return HostPart(self.batch.part(start, end), drawn, start)
 
 
 FORCED = 1e9
@@ -56,7 +72,10 @@ class WalkSampler(RejectionSampler):
         if settings.rule is not None and not settings.rule.is_strict:
             vocab_size = runner.vllm_config.model_config.get_vocab_size()
             self._relaxed_rule = RelaxedRule(settings, vocab_size)
-        self._batch: DraftBatch | None = None  # of a step that is verified on the host
+        self._whole: HostPart | None = None  # a step that is verified on the host
+        self._greedy: list[bool] = []  # its requests
+        self._part: HostPart | None = None  # what of it is verified just now
+        self._walks: list[Walk] = []  # of its parts, in order
         self._num_chosen = 0  # most tokens whose log-probabilities a request of the step chooses
         self._slots_of_rows: torch.Tensor | None = None  # of the part that is verified just now
 
@@ -79,27 +98,24 @@ class WalkSampler(RejectionSampler):
             temperatures = sampler.sampling_states.temperature.np[input_batch.idx_mapping_np]
             greedy = (temperatures == 0.0).tolist()
             distributions = drawn_of(step, greedy)
-        self._batch = None
+        self._whole, self._part, self._walks = None, None, []
         chosen = sampler.logprob_token_ids_state
         self._num_chosen = chosen.max_num_token_ids(input_batch.idx_mapping_np)
         if plan is not None or distributions or self._relaxed_rule is not None:
-            batch = self._batch = step_batch(step, plan)
-            self._rule: StepRule | None = None
-            self._distributions = distributions
             if self._relaxed_rule is not None:
-                self._rule = self._relaxed_rule.of_step(batch, step.states, greedy, runner.device)
-                self._distributions = {}
-        elif runner.is_async and runner.late_steps is None:
+                distributions = {}
+            self._whole, self._greedy = HostPart(step_batch(step, plan), distributions), greedy
+            output = super().__call__(logits, input_batch, None, invalid_drafts)
+            step.walk = joined(self._walks)
+            return output
+        if runner.is_async and runner.late_steps is None:
             invalid_drafts = _or(invalid_drafts, _fillers(step.drafts, logits.device))
         return super().__call__(logits, input_batch, None, invalid_drafts)
 
-    def _verify_in_chunks(self, logits: torch.Tensor, *args: Any) -> Any:
-        """vLLM verifies huge batches in parts; a walk is over all of it."""
-        if self._batch is None:
-            return super()._verify_in_chunks(logits, *args)
-        input_batch, draft_logits, draft_sampled, pos, _, *rest = args
-        whole = (input_batch, draft_logits, draft_sampled, pos, logits.shape[0])
-        return super()._verify_in_chunks(logits, *whole, *rest)
+    def _next_part(self, whole: "HostPart", num_requests: int) -> "HostPart":
+        """The requests behind those that were verified: vLLM takes huge steps in parts."""
+        start = sum(walk.accepted.shape[0] for walk in self._walks)
+        return whole.part(start, start + num_requests)
 
     def _verify(
         self,
@@ -117,7 +133,8 @@ class WalkSampler(RejectionSampler):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Processed logits [num_rows, vocab], tokens [num_reqs, k + 1], how many of them count."""
         self._slots_of_rows = expanded_idx_mapping
-        if self._batch is not None:
+        if self._whole is not None:
+            part = self._part = self._next_part(self._whole, len(idx_mapping_np))
             context = LogitsContext(
                 expanded_idx_mapping=expanded_idx_mapping,
                 idx_mapping=idx_mapping,
@@ -127,7 +144,7 @@ class WalkSampler(RejectionSampler):
                 pos=pos,
                 seq_lens_upper_bound_np=seq_lens_upper_bound_np,
             )
-            return self._verify_on_host(self._batch, logits, context)
+            return self._verify_on_host(part, logits, context)
         sampled, processed = self._runner.sampler.sample(
             logits,
             expanded_idx_mapping,
@@ -145,22 +162,24 @@ class WalkSampler(RejectionSampler):
         return processed, tokens, num_sampled
 
     def _verify_on_host(
-        self, batch: DraftBatch, logits: torch.Tensor, context: LogitsContext
+        self, part: "HostPart", logits: torch.Tensor, context: LogitsContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        runner = self._runner
-        sampler, device = runner.sampler, logits.device
+        sampler, device, batch = self._runner.sampler, logits.device, part.batch
         layout = None
         if np.any(sampler.needs_logits_processing[context.idx_mapping_np]):
             layout = path_rows(batch)
             context = layout.spread(context)
         rows = logits if layout is None else logits[layout.rows_on(device)]
         tolerated, draft_values = None, None
-        if self._rule is not None:
+        if self._relaxed_rule is not None:
+            own = slice(part.start, part.start + batch.num_requests)
+            states, greedy = self._runner.spec_step.states[own], self._greedy[own]
+            rule = self._relaxed_rule.of_step(batch, states, greedy, device)
             masked = self._masked(rows, context)
             if layout is not None:
                 masked = masked[layout.places_on(device)]
-            tolerated, draft_values = self._rule(masked)
-        sampler.keeps_distribution = bool(self._distributions)
+            tolerated, draft_values = rule(masked)
+        sampler.keeps_distribution = bool(part.distributions)
         sampled, processed = sampler.sample(
             rows,
             context.expanded_idx_mapping,
@@ -182,9 +201,9 @@ class WalkSampler(RejectionSampler):
             taken = walk_samples(*nodes)
         else:
             taken = walk(*nodes, tolerated=tolerated, draft_logits=draft_values)
-        if self._distributions:
-            taken = self._walk_of_drawn(batch, self._distributions, processed, taken)
-        runner.spec_step.walk = taken
+        if part.distributions:
+            taken = self._walk_of_drawn(batch, part.distributions, processed, taken)
+        self._walks.append(taken)
         tokens = np.zeros((batch.num_requests, self.num_speculative_steps + 1), np.int64)
         width = min(tokens.shape[1], taken.emitted.shape[1])
         tokens[:, :width] = taken.emitted[:, :width]
@@ -228,9 +247,8 @@ class WalkSampler(RejectionSampler):
         """Log-probabilities of the emitted tokens, each from the row that it came from."""
         if max_num_logprobs == NO_LOGPROBS and not self._num_chosen:
             return None
-        walk = self._runner.spec_step.walk
-        if self._batch is not None and walk is not None:
-            order = chain_order(self._batch, walk)
+        if self._part is not None:
+            order = chain_order(self._part.batch, self._walks[-1])
             logits = logits[torch.from_numpy(order).to(logits.device)]
         if not self._num_chosen:
             rest = (cu_num_logits, cu_num_logits_np, max_num_logprobs)
@@ -247,6 +265,23 @@ class WalkSampler(RejectionSampler):
             max_per_req_token_ids=self._num_chosen,
             logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
+
+
+def joined(walks: Sequence[Walk]) -> Walk:
+    """Walks of requests one behind the other."""
+    if len(walks) == 1:
+        return walks[0]
+
+    def rows(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        width = max(array.shape[1] for array in arrays)
+        wide = [np.pad(a, ((0, 0), (0, width - a.shape[1])), constant_values=-1) for a in arrays]
+        return np.concatenate(wide)
+
+    return Walk(
+        rows([walk.accepted for walk in walks]),
+        rows([walk.emitted for walk in walks]),
+        np.concatenate([walk.num_accepted for walk in walks]),
+    )
 
 
 def in_rows(

@@ -51,6 +51,15 @@ class DraftBatch:
         """Requests in the batch, those without nodes included."""
         return len(self.node_starts) - 1
 
+    def part(self, start: int, end: int) -> "DraftBatch":
+        """Of these requests, `end` not included."""
+        first, last = self.node_starts[start], self.node_starts[end]
+        return DraftBatch(
+            parents=self.parents[first:last],
+            tokens=self.tokens[first:last],
+            node_starts=self.node_starts[start : end + 1] - first,
+        )
+
     @cached_property
     def root_rows(self) -> Int64s:
         """[num_requests] row of each request's root."""
