@@ -120,9 +120,11 @@ class SamplePool:
 
 
 def _is_apart(trace: Trace) -> bool:
-    """By its prompt, so that requests with the same one are on the same side."""
-    prompt = trace.token_ids[: int(trace.rows[0]) + 1]
-    return zlib.crc32(prompt.tobytes()) % _HELD_OUT_EVERY == 0
+    """By its prompt, so that all of a request, and requests with the same one, are on one side."""
+    end = trace.num_prompt_tokens
+    if end is None:  # right for the first stretch of a request alone
+        end = int(trace.rows[0]) + 1
+    return zlib.crc32(trace.token_ids[:end].tobytes()) % _HELD_OUT_EVERY == 0
 
 
 def _length(columns: Columns) -> int:

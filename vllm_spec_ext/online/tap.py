@@ -36,6 +36,7 @@ class Seen:
     state: Tensor | None = None  # [hidden_size] of the last row, from which the next draft starts;
     # width 0 for drafters that do not read it
     temperature: float = 1.0  # as Trace.temperature
+    num_prompt_tokens: int | None = None  # likewise
 
 
 @dataclass
@@ -51,6 +52,7 @@ class _Open:
     states: list[Tensor] = field(default_factory=list)
     pending: tuple[int, Tensor] | None = None  # a start whose draft has not been verified
     temperature: float = 1.0
+    num_prompt_tokens: int | None = None
     num_bytes: int = 0
 
 
@@ -111,7 +113,7 @@ class Tap:
         if found is None:
             found = self._open[seen.request_id] = _Open(seen.token_ids[:before].tolist())
             self._grow(found, 4 * before)
-        found.temperature = seen.temperature
+        found.temperature, found.num_prompt_tokens = seen.temperature, seen.num_prompt_tokens
         self._settle(found, seen.failed_at)
         found.token_ids += seen.token_ids[before:].tolist()
         # Row t is the distribution of token t + 1: the first new token's is that of the one before.
@@ -169,5 +171,6 @@ class Tap:
                 states=torch.stack(found.states),
                 chances=np.where(failed_at > 0, 1.0, self._options.others).astype(np.float32),
                 temperature=found.temperature,
+                num_prompt_tokens=found.num_prompt_tokens,
             )
         )

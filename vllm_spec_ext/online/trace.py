@@ -38,6 +38,8 @@ class Trace:
     """[s] with which such a start is recorded: 1 where a draft failed."""
     temperature: float = 1.0
     """What the request divides its logits by; 0 = it takes the likeliest token."""
+    num_prompt_tokens: int | None = None
+    """None: not known, in shards of an earlier version."""
 
     @property
     def num_bytes(self) -> int:
@@ -65,6 +67,8 @@ def pack(traces: Sequence[Trace]) -> dict[str, Tensor]:
             packed[name] = torch.from_numpy(joined)
     packed["states"] = torch.cat([trace.states for trace in traces])
     packed["temperature"] = torch.tensor([trace.temperature for trace in traces])
+    prompts = [-1 if t.num_prompt_tokens is None else t.num_prompt_tokens for t in traces]
+    packed["prompts"] = torch.tensor(prompts)
     return packed
 
 
@@ -85,10 +89,12 @@ def unpack(packed: Mapping[str, Tensor]) -> list[Trace]:
                 parts[name] = np.split(values, ends[:-1])
         states = torch.tensor_split(packed["states"], packed["starts_ends"][:-1])
         temperatures = packed["temperature"].tolist()
+        prompts = packed["prompts"].tolist() if "prompts" in packed else [-1] * len(temperatures)
         return [
             Trace(
                 states=state,
                 temperature=temperatures[i],
+                num_prompt_tokens=None if prompts[i] < 0 else prompts[i],
                 **{name: values[i] for name, values in parts.items()},  # type: ignore[arg-type]
             )
             for i, state in enumerate(states)

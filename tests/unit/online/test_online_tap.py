@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from vllm_spec_ext.engine.drafting.step_tap import failed_at
+from vllm_spec_ext.online import tap as tap_module
 from vllm_spec_ext.online.folder import FolderFacts
 from vllm_spec_ext.online.heads_student import HeadsStudent
+from vllm_spec_ext.online.sample_pool import _is_apart
 from vllm_spec_ext.online.tap import Seen, Tap
 from vllm_spec_ext.online.target_ends import TargetEnds
 from vllm_spec_ext.online.trace import Trace, pack, unpack
@@ -59,6 +61,7 @@ class Toy:
                 top_probs=probs.astype(np.float32),
                 failed_at=failed_at(draft, None, range(accepted)),
                 state=torch.full((HIDDEN,), float(after - 2)),
+                num_prompt_tokens=5,
             )
         )
         self.known[name], self.drafted[name] = after, self.num_draft
@@ -195,6 +198,18 @@ def test_requests_in_a_batch_teach_what_they_teach_alone() -> None:
     alone = [teacher.columns([trace]) for trace in traces]
     for name, values in together.items():
         assert torch.equal(values, torch.cat([part[name] for part in alone]))
+
+
+def test_all_of_a_request_is_trained_on_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a long one, which becomes several traces, on disk and back."""
+    monkeypatch.setattr(tap_module, "_MAX_ROWS", 16)
+    sides: dict[tuple[int, ...], list[bool]] = {}
+    for trace in unpack(pack(recorded(requests=40))):
+        assert trace.num_prompt_tokens == 5
+        sides.setdefault(tuple(trace.token_ids[:5].tolist()), []).append(_is_apart(trace))
+    assert len(sides) == 40
+    assert all(len(set(found)) == 1 < len(found) for found in sides.values())
+    assert {found[0] for found in sides.values()} == {False, True}
 
 
 def test_failures_are_kept_and_a_share_of_the_rest() -> None:

@@ -68,6 +68,7 @@ def record_step(
                 failed_at=failed,
                 state=states[number],
                 temperature=request.temperature,
+                num_prompt_tokens=request.num_prompt_tokens,
             )
         )
         start = end
