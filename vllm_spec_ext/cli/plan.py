@@ -163,17 +163,13 @@ def plan(
         "engine_args": parse_engine_args(engine_arg) if engine_arg else None,
     }
     defaults = {**_DEFAULTS, "limit": max(_DEFAULTS["limit"], *(given["batch_size"] or [1]))}
+    errors = Console(stderr=True)
     settings = merge(defaults, {**given, "model": model or "demo"})
     questions = settings.questions()
-    if max(settings.batch_size) > len(questions):
-        raise SpecExtError(
-            f"{len(questions)} prompts never fill a batch of {max(settings.batch_size)}; expected "
-            "at least as many prompts as requests in a batch. Raise --limit, give a file with more "
-            "prompts, or lower --batch-size"
-        )
+    if not drafts:  # with them the batch size is no more than how many are asked at once
+        settings = filled_batches(settings, len(questions), errors)
     if model is None:
         settings = settings.model_copy(update={"model": demo_model()})
-    errors = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="vllm-spec-plan-") as logs:
         try:
             if drafts:
@@ -225,6 +221,23 @@ def refuse_options(call: typer.Context) -> None:
                 f"an option ({name}) stands before {call.invoked_subcommand!r}, which would not "
                 f"use it; give options of `plan {call.invoked_subcommand}` behind that word"
             )
+
+
+def filled_batches(settings: BenchSettings, num_prompts: int, errors: Console) -> BenchSettings:
+    """Without the batch sizes that these prompts never fill, whose figures would be of others.
+
+    Raises:
+        SpecExtError: None is left.
+    """
+    filled = [size for size in settings.batch_size if size <= num_prompts]
+    missing = ", ".join(str(size) for size in settings.batch_size if size > num_prompts)
+    how = "raise --limit, give a file with more prompts, or lower --batch-size"
+    if not filled:
+        raise SpecExtError(f"{num_prompts} prompts never fill a batch of {missing}; {how}")
+    if missing:
+        text = f"left out: {num_prompts} prompts never fill a batch of {missing}; {how}"
+        errors.print(text, markup=False, highlight=False)
+    return settings.model_copy(update={"batch_size": filled})
 
 
 def record_method(

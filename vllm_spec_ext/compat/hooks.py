@@ -256,6 +256,14 @@ FUNCTIONS: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.v1.sample.rejection_sampler",
+        "MAX_SPEC_LEN",
+        "upper bound of num_speculative_tokens",
+        kind="constant",
+        type="int",
+        used_by="parsed_method.py: MAX_DRAFT_TOKENS is the same number",
+    ),
+    Hook(
+        "vllm.v1.sample.rejection_sampler",
         "expand_batch_to_tokens",
         "probed at start: on CPU it loses sampling parameters in vLLM 0.32",
         names=("x", "cu_num_tokens", "num_tokens"),

@@ -40,6 +40,13 @@ FUNCTIONS_V2: tuple[Hook, ...] = (
         ),
     ),
     _V2(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler",
+        "RejectionSampler._verify_in_chunks",
+        "calls _verify once for each part of a step, in order",
+        names=("logits", "input_batch", "draft_logits", "draft_sampled", "pos", "max_chunk_logits"),
+        used_by="engine/v2/rejection.py: WalkSampler counts the parts",
+    ),
+    _V2(
         "vllm.triton_utils.importing",
         "HAS_TRITON",
         "without Triton vLLM takes its V1 runner",

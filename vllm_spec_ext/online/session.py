@@ -417,7 +417,8 @@ class OnlineSession:
             self._say(str(error))
 
     def _known_or_read(self, number: int) -> object:
-        return self._weights[number] if number in self._weights else self._read(number)
+        known = self._weights  # the engine's thread may exchange it meanwhile
+        return known[number] if number in known else self._read(number)
 
     def _read(self, number: int) -> object:
         folder = check_version(self._root, number, self._origin.drafter)

@@ -134,7 +134,8 @@ class Trial:
                 self._before.add(accepted)
         if self.serving.count > _WINDOW:
             self.serving.fade()
-            self.guard.fade()
+            if self.guard.count >= 2 * _LEAST_GUARDED:  # else a small share would never be enough
+                self.guard.fade()
 
     def decision(self) -> Decision | None:
         """Keep the new version or not; None while the trial goes on."""

@@ -85,7 +85,7 @@ def test_prints_step_times_and_gains(
         (["--method", "ngram"], "only this plugin's methods record their drafts"),
         (["--batch-size", "0,1"], "batch size 0 is not positive"),
         (["--prompts", "none.jsonl"], "cannot read prompts"),
-        (["--batch-size", "1,200"], "never fill a batch of 200"),
+        (["--batch-size", "200,300"], "24 prompts never fill a batch of 200, 300"),
         (["--batch-size", "4", "--limit", "2"], "2 prompts never fill a batch of 4"),
     ],
 )

@@ -21,7 +21,7 @@ from vllm_spec_ext.cli.serve import (
     speculative_config,
 )
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
-from vllm_spec_ext.parsed_method import MAX_DRAFT_TOKENS
+from vllm_spec_ext.parsed_method import MAX_DRAFT_TOKENS, parse_method
 
 
 def test_settings_are_json_or_text() -> None:
@@ -98,6 +98,8 @@ def test_bad_options() -> None:
         speculative_config("input_copy", {"max_ngram": "many"}, None)
     with pytest.raises(UnknownNameError, match="Did you mean 'input_copy'"):
         speculative_config("input_cpy", {}, None)
+    with pytest.raises(SpecExtError, match="max_ngram is given twice, with hyphens and"):
+        parse_method({"max_ngram": 4, "max-ngram": 5}, "input_copy")
     with pytest.raises(SpecExtError, match="use --method NAME"):
         speculative_config("input_copy", {"method": "auto"}, None)
     with pytest.raises(SpecExtError, match="use --num-speculative-tokens"):

@@ -58,21 +58,24 @@ def test_a_tree_that_was_cut_for_room_is_walked_as_far_as_it_was_verified() -> N
         np.full((3, 3), -1), np.array([[9, -1, -1, -1], [1, 4, -1, -1], [8, -1, -1, -1]]),
         np.array([0, 1, 0]),
     )  # fmt: skip
-    walk = verify_drawn(batch, {1: DraftDistributions(probs, "iid")}, target, before)
+    drawn = {1: DraftDistributions(probs, "iid")}
+    walk = verify_drawn(batch, drawn, target, np.zeros(6, np.int64), before)
     assert walk.emitted.tolist() == [[9, -1, -1, -1], [2, 4, -1, -1], [8, -1, -1, -1]]
     assert walk.accepted[1].tolist() == [1, -1, -1]
     assert walk.num_accepted.tolist() == [0, 1, 0]
     assert before.emitted[1].tolist() == [1, 4, -1, -1]
 
 
-def test_a_row_in_which_nothing_may_be_said_keeps_what_vllms_sampler_made_of_it() -> None:
+def test_in_a_row_in_which_nothing_may_be_said_vllms_sampler_is_believed() -> None:
     """As where all allowed tokens are stop tokens, and too few tokens are there to stop."""
-    batch = DraftBatch.of([[3], [4]], [None, None])
-    target = torch.zeros(4, 5)
-    target[:2] = torch.full((2, 5), float("-inf")).softmax(dim=-1)
-    target[2, 4] = target[3, 1] = 1.0
-    before = Walk(np.full((2, 1), -1), np.array([[2, -1], [2, -1]]), np.array([0, 0]))
+    batch = DraftBatch.of([[3], [4], [1]], [None, None, None])
+    target = torch.zeros(6, 5)
+    nothing = torch.full((5,), float("-inf")).softmax(dim=-1)
+    target[0] = target[1] = target[5] = nothing
+    target[2, 4] = target[3, 1] = target[4, 1] = 1.0
+    choices = np.array([2, 0, 0, 0, 0, 3])  # of the first root, and behind the last draft
+    before = Walk(np.full((3, 1), -1), np.full((3, 2), -1), np.array([0, 0, 0]))
     probs = DraftDistributions(torch.full((1, 5), 0.2), "iid")
-    walk = verify_drawn(batch, {0: probs, 1: probs}, target, before)
-    assert walk.emitted.tolist() == [[2, -1], [4, 1]]
-    assert walk.num_accepted.tolist() == [0, 1]
+    walk = verify_drawn(batch, dict.fromkeys(range(3), probs), target, choices, before)
+    assert walk.emitted.tolist() == [[2, -1], [4, 1], [1, 3]]
+    assert walk.num_accepted.tolist() == [0, 1, 1]

@@ -29,7 +29,7 @@ TREES = st.integers(0, 9).flatmap(
 @given(st.lists(TREES, min_size=1, max_size=4))
 def test_every_row_stands_behind_its_ancestors(trees: list[tuple[int, ...]]) -> None:
     batch = DraftBatch.of([[1] * len(tree) for tree in trees], [list(tree) for tree in trees])
-    layout = path_rows(batch)
+    layout = path_rows(batch, [True] * len(trees))
     num_rows = len(batch.request_of_row)
     assert layout.rows[layout.places].tolist() == list(range(num_rows))
     assert layout.depths[layout.places].tolist() == batch.depth_of_row.tolist()
@@ -41,6 +41,16 @@ def test_every_row_stands_behind_its_ancestors(trees: list[tuple[int, ...]]) -> 
             node = expected[0] - root - 1 + int(batch.node_starts[request])
             expected.insert(0, root + 1 + int(batch.parents[node]))
         assert layout.rows[place - depth : place + 1].tolist() == expected
+
+
+def test_only_requests_that_read_what_came_before_have_rows_repeated() -> None:
+    """A trunk of two and three leaves, twice."""
+    tree = [-1, 0, 1, 1, 1]
+    batch = DraftBatch.of([[7, 8, 9, 10, 11]] * 2, [tree, tree])
+    layout = path_rows(batch, [True, False])
+    assert layout.rows.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 5, *range(6, 12)]
+    assert layout.rows[layout.places].tolist() == list(range(12))
+    assert layout.drafted[12:].tolist() == [-1, 7, 8, 9, 10, 11]
 
 
 def new(

@@ -348,6 +348,14 @@ def test_a_handful_of_steps_condemns_no_version() -> None:
     assert trial.has_fallen()
 
 
+def test_a_small_share_of_guards_is_enough_in_time() -> None:
+    trial, draw = Trial(400, 0.005, seed=0), random.Random(1)
+    for _ in range(40_000):
+        role = trial.role(guards=True)
+        trial.count(role, draw.randint(1, 3) if role == "guard" else 0)
+    assert trial.has_fallen()
+
+
 def test_weights_of_the_start_come_back_where_learning_did_harm() -> None:
     trial, draw = Trial(400, 0.1, seed=0), random.Random(0)
     roles = [trial.role(guards=True) for _ in range(4000)]

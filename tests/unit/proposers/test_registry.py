@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from vllm_spec_ext.cli import environment_checks
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.plugin import requested_method
 from vllm_spec_ext.proposers import registry
@@ -78,6 +79,16 @@ def test_duplicates_are_refused(install: Install) -> None:
     install(input_copy="echo_package:Echo")
     with pytest.raises(SpecExtError, match=r"two proposers are called 'input_copy'"):
         registry.load("input_copy")
+
+
+def test_doctor_names_a_duplicate_and_goes_on(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment_checks, "installed_version", lambda name: "0.32.0")
+    install(auto="echo_package:Echo")
+    check = environment_checks._methods()
+    assert check.status == "broken"
+    assert "two proposers are called 'auto'" in check.found
 
 
 def test_duplicates_disturb_nobody_who_does_not_ask_for_them(install: Install) -> None:

@@ -96,7 +96,8 @@ class Drafter:
         )
         self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
         parallel = vllm_config.parallel_config
-        self._is_first_process = parallel.rank == 0 and parallel.data_parallel_index == 0
+        is_first = parallel.rank == 0 and parallel.data_parallel_index == 0
+        self._is_first_process = is_first and not is_set(READ_ONLY)  # the one that writes files
         self.counts = WorkerCounts()
         """What the worker tells the front end, see :mod:`..watching.stat_channel`."""
         self._sources = SourceCounter(self.counts)
@@ -145,7 +146,7 @@ class Drafter:
             load_tokenizer=partial(load_tokenizer, self._vllm_config.model_config),
             target=self.ranks.share_target(target_model),
             device=device,
-            may_write_files=self._is_first_process and not is_set(READ_ONLY),
+            may_write_files=self._is_first_process,
             models=self.models.models,
             block_drafters=self.models.block_models,
             views=self.views.views,

@@ -43,6 +43,7 @@ class RequestState:
     eta: EtaOptions | None
     exact_ids: NDArray[np.int64]  # stop and EOS ids: only an exact match accepts these
     share_group: str | None = None  # see RequestStep
+    reads_history: bool = False  # its sampling parameters look at the tokens before a row
     draft: ScheduledDraft | None = None
     probs: torch.Tensor | None = None  # [num_nodes, vocab] that the draft was drawn from
 
@@ -138,7 +139,15 @@ def read_request(
     if params.eos_token_id is not None:
         exact.add(params.eos_token_id)
     exact_ids = np.array(sorted(exact), np.int64)
-    return RequestState(options, rule, eta, exact_ids, parse_share_group(params.extra_args))
+    reads_history = bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.bad_words
+        or params.thinking_token_budget is not None
+    )
+    share_group = parse_share_group(params.extra_args)
+    return RequestState(options, rule, eta, exact_ids, share_group, reads_history)
 
 
 def _read_options(

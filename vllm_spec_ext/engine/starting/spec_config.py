@@ -37,7 +37,7 @@ from vllm_spec_ext.engine.watching.served_requests import install_watch
 from vllm_spec_ext.engine.watching.stat_logger import install_stat_logger
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions, OnlineOptions
-from vllm_spec_ext.parsed_method import parse_method
+from vllm_spec_ext.parsed_method import parse_method, with_underscores
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import TargetFacts
 from vllm_spec_ext.scorers.options import ScorerOptions
@@ -184,11 +184,9 @@ def build_spec_config(
     """
     compat.require()
     # create_engine_config may run twice on the same arguments; vLLM's own step leaves two behind.
-    given = {
-        key.replace("-", "_"): value
-        for key, value in (engine_args.speculative_config or {}).items()
-        if key not in ("target_model_config", "target_parallel_config")
-    }
+    left_behind = ("target_model_config", "target_parallel_config")
+    asked = engine_args.speculative_config or {}
+    given = with_underscores({k: value for k, value in asked.items() if k not in left_behind})
     for flag, key in (
         ("spec_method", "method"),
         ("spec_model", "model"),

@@ -4,9 +4,10 @@
 vLLM's V2 kernels of penalties, bad words and thinking budgets take a row's earlier draft tokens
 from the rows right before it (``expanded_local_pos``). In a tree these are other branches. Here
 every path from the root to a leaf becomes a chain of its own; rows that paths share are repeated.
+Rows of requests whose parameters read nothing before them stay as they are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -55,8 +56,13 @@ class PathRows:
         )
 
 
-def path_rows(batch: DraftBatch) -> PathRows:
-    """Lay out the rows of a batch."""
+def path_rows(batch: DraftBatch, reads_history: Sequence[bool]) -> PathRows:
+    """Lay out the rows of a batch.
+
+    Args:
+        batch: The rows.
+        reads_history: Of each request, whether its sampling parameters look at what came before.
+    """
     rows: list[int] = []
     depths: list[int] = []
     drafted: list[int] = []
@@ -64,6 +70,12 @@ def path_rows(batch: DraftBatch) -> PathRows:
     parents, tokens = batch.parents.tolist(), batch.tokens.tolist()
     for request, root in enumerate(batch.root_rows.tolist()):
         first, end = batch.node_starts[request : request + 2].tolist()
+        if not reads_history[request]:
+            places[root : root + 1 + end - first] = range(len(rows), len(rows) + 1 + end - first)
+            rows += range(root, root + 1 + end - first)
+            depths += range(1 + end - first)
+            drafted += [-1, *tokens[first:end]]
+            continue
         for path in _paths(parents[first:end]):
             for depth, node in enumerate([-1, *path]):
                 row = root + 1 + node

@@ -72,6 +72,9 @@ class WalkSampler(RejectionSampler):
         if settings.rule is not None and not settings.rule.is_strict:
             vocab_size = runner.vllm_config.model_config.get_vocab_size()
             self._relaxed_rule = RelaxedRule(settings, vocab_size)
+        # What processors of third parties look at is not known.
+        theirs = (type(each).__module__ for each in runner.sampler.logits_processors)
+        self._reads_history = not all(name.startswith("vllm.") for name in theirs)
         self._whole: HostPart | None = None  # a step that is verified on the host
         self._greedy: list[bool] = []  # its requests
         self._part: HostPart | None = None  # what of it is verified just now
@@ -165,16 +168,17 @@ class WalkSampler(RejectionSampler):
         self, part: "HostPart", logits: torch.Tensor, context: LogitsContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         sampler, device, batch = self._runner.sampler, logits.device, part.batch
+        own = slice(part.start, part.start + batch.num_requests)
+        states = self._runner.spec_step.states[own]
         layout = None
-        if np.any(sampler.needs_logits_processing[context.idx_mapping_np]):
-            layout = path_rows(batch)
+        reads = [state.reads_history or self._reads_history for state in states]
+        if any(reads):
+            layout = path_rows(batch, reads)
             context = layout.spread(context)
         rows = logits if layout is None else logits[layout.rows_on(device)]
         tolerated, draft_values = None, None
         if self._relaxed_rule is not None:
-            own = slice(part.start, part.start + batch.num_requests)
-            states, greedy = self._runner.spec_step.states[own], self._greedy[own]
-            rule = self._relaxed_rule.of_step(batch, states, greedy, device)
+            rule = self._relaxed_rule.of_step(batch, states, self._greedy[own], device)
             masked = self._masked(rows, context)
             if layout is not None:
                 masked = masked[layout.places_on(device)]
@@ -196,13 +200,14 @@ class WalkSampler(RejectionSampler):
             places = layout.places_on(device)
             sampled, processed = sampled[places], processed[places]
         # The walk runs on the host, which waits for the step's tokens right after anyway.
-        nodes = (batch.parents, batch.tokens, batch.node_starts, sampled.cpu().numpy())
+        choices = sampled.cpu().numpy()
+        nodes = (batch.parents, batch.tokens, batch.node_starts, choices)
         if tolerated is None or draft_values is None:
             taken = walk_samples(*nodes)
         else:
             taken = walk(*nodes, tolerated=tolerated, draft_logits=draft_values)
         if part.distributions:
-            taken = self._walk_of_drawn(batch, part.distributions, processed, taken)
+            taken = self._walk_of_drawn(batch, part.distributions, processed, choices, taken)
         self._walks.append(taken)
         tokens = np.zeros((batch.num_requests, self.num_speculative_steps + 1), np.int64)
         width = min(tokens.shape[1], taken.emitted.shape[1])
@@ -215,11 +220,12 @@ class WalkSampler(RejectionSampler):
         batch: DraftBatch,
         distributions: dict[int, DraftDistributions],
         processed: torch.Tensor,
+        choices: np.ndarray,
         taken: Walk,
     ) -> Walk:
         rows = torch.from_numpy(verified_rows(batch, distributions)).to(processed.device)
         target = processed[rows].softmax(dim=-1, dtype=torch.float32)
-        return verify_drawn(batch, distributions, target, taken)
+        return verify_drawn(batch, distributions, target, choices, taken)
 
     def _masked(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
         """Float32 logits after everything that changes what the target would choose."""

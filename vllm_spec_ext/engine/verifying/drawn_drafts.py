@@ -15,7 +15,7 @@ import torch
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
 from vllm_spec_ext.proposers.base import Drawn
 from vllm_spec_ext.scorers.walk.multi_step import draw_uniforms, multi_step
-from vllm_spec_ext.scorers.walk.tree import Walk
+from vllm_spec_ext.scorers.walk.tree import HostArray, Walk
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,20 @@ def verify_drawn(
     batch: DraftBatch,
     distributions: Mapping[int, DraftDistributions],
     target_distributions: torch.Tensor,
+    choices: HostArray,
     walk: Walk,
 ) -> Walk:
     """Verify the drawn drafts of a batch; the other requests' part of ``walk`` stays.
 
-    So does that of a request with a row in which nothing may be said (its parameters contradict
-    each other, or its logits are no numbers): there is no distribution, and what vLLM's sampler
-    made of the row is what plain decoding gives.
+    In a row in which nothing may be said (parameters that contradict each other, logits that are no
+    numbers) there is no distribution: there the target says what vLLM's sampler made of the row, as
+    in plain decoding.
 
     Args:
         batch: Rows and draft nodes of the step.
         distributions: Request index -> the distributions its nodes were drawn from.
         target_distributions: [n, vocab] of the rows :func:`verified_rows` of these requests.
+        choices: [num_rows] the target's own draws, of all rows.
         walk: Of all requests, by the target's own draws.
     """
     on_host = target_distributions.cpu()
@@ -69,8 +71,12 @@ def verify_drawn(
         first, size = int(batch.node_starts[request]), _num_nodes(batch, request)
         own_rows = on_host[row : row + size + 1]
         row += size + 1
-        if own_rows[:, 0].isnan().any():  # a softmax over nothing is NaN as a whole
-            continue
+        (silent,) = own_rows[:, 0].isnan().nonzero(as_tuple=True)  # of nothing all is NaN
+        if len(silent):
+            said = choices[int(batch.root_rows[request]) + silent.numpy()]
+            own_rows = own_rows.clone()
+            own_rows[silent] = 0.0
+            own_rows[silent, torch.from_numpy(said.astype(np.int64))] = 1.0
         starts = np.array([0, size], np.int64)
         taken = multi_step(
             own_rows,

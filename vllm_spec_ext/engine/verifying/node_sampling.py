@@ -78,7 +78,7 @@ def verify(
         taken = walk(*nodes, tolerated=tolerated, draft_logits=draft_logits)
     if distributions:
         target_distributions = sampler.topk_topp_sampler.take_distributions()
-        taken = verify_drawn(batch, distributions, target_distributions, taken)
+        taken = verify_drawn(batch, distributions, target_distributions, choices, taken)
     expanded.generators.settle(taken.num_accepted, metadata.generators)
     emitted = torch.from_numpy(taken.emitted.astype(np.int32)).to(logits.device)
     logprobs = sampled.logprobs_tensors

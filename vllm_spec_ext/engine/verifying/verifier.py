@@ -3,7 +3,8 @@
 
 Chains go through vLLM's rejection sampler where that is right and enough. Everything else is
 verified by the target's own draws at every node (:mod:`.node_sampling`): trees, relaxed rules, eta
-sampling, thinking budgets, seeded requests, and sampled chains where the platform misreads them.
+sampling, thinking budgets, minimum lengths, log-probabilities of chosen tokens, seeded requests,
+and sampled chains where the platform misreads them.
 """
 
 from collections.abc import Callable, Sequence
