@@ -21,6 +21,7 @@ from vllm_spec_ext.engine.models.batch_events import BatchRow, batch_rows
 from vllm_spec_ext.engine.models.kv_binding import KvParts
 from vllm_spec_ext.engine.models.target_states import default_layers
 from vllm_spec_ext.engine.placeholders import without_placeholders
+from vllm_spec_ext.engine.requests.batch_request import known_request
 from vllm_spec_ext.engine.requests.leaving import leaving_requests, let_go
 from vllm_spec_ext.engine.requests.state import KnownRequest, RequestState, RequestStates
 from vllm_spec_ext.engine.row_padding import RowPadding
@@ -98,19 +99,7 @@ class SpecRunnerMixin:
 
     def known(self, request_id: str) -> KnownRequest:
         """A request of the batch; after the bookkeeping with the step's new tokens."""
-        batch, request = self.input_batch, self.requests[request_id]
-        row = batch.req_id_to_index[request_id]
-        end = batch.num_tokens_no_spec[row]
-        tokens = batch.token_ids_cpu[row, :end]
-        if request.prompt_embeds is not None:
-            # In the place of embeddings stands what another request said in this row before (vLLM
-            # 0.32 ``InputBatch.add_request``), or an id that the vocabulary does not have.
-            tokens = np.where(batch.is_token_ids[row, :end], tokens, 0)
-        return KnownRequest(
-            token_ids=tokens,
-            num_prompt_tokens=int(batch.num_prompt_tokens[row]),
-            params=request.sampling_params,
-        )
+        return known_request(self.input_batch, self.requests[request_id])
 
     def rows_of(self, step: Step, new_tokens: list[list[int]]) -> list[BatchRow]:
         """The requests of a batch after its step, for draft models and views."""

@@ -133,5 +133,8 @@ def _text_in(record: Any, field: str, path: Path, number: int) -> str:
 
 def _at(record: Any, name: str) -> Any:
     for key, index in _STEP.findall(name):
+        # A text has letters for an index, and no field.
+        if (index and not isinstance(record, list)) or (key and not isinstance(record, dict)):
+            raise TypeError
         record = record[int(index)] if index else record[key]
     return record

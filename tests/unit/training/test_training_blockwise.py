@@ -658,6 +658,11 @@ def test_refusals_come_before_the_work(target: Path, tmp_path: Path) -> None:
         train_blockwise(missing.model_copy(update={"resume": "require"}), quiet)
     with pytest.raises(SpecExtError, match=r"file is a file, expected a folder"):
         train_blockwise(missing.model_copy(update={"out": tmp_path / "file/x"}), quiet)
+    inside = {"out": tmp_path / "o", "run_dir": tmp_path / "o/run"}
+    with pytest.raises(SpecExtError, match=r"--run-dir: .*o/run lies in --out"):
+        train_blockwise(missing.model_copy(update=inside), quiet)
+    with pytest.raises(SpecExtError, match=r"--data: .* lies in --out"):
+        train_blockwise(missing.model_copy(update={"data": tmp_path / "h"}), quiet)
     for device in ("meta", "mps", "nonsense"):
         with pytest.raises(SpecExtError, match="expected auto, cpu, cuda or cuda:0"):
             train_blockwise(missing.model_copy(update={"device": device}), quiet)

@@ -50,6 +50,8 @@ def test_prompts_from_all_shapes(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("first\n\n second \n")
     assert read_prompts([tmp_path / "p.jsonl", tmp_path / "p.jsonl.gz"], "q") == ["one", "two"] * 2
     assert read_prompts([tmp_path / "p.jsonl"], "turns[0]") == ["a", "c"]
+    (tmp_path / "text.jsonl").write_text(json.dumps({"turns": "one text", "q": "d"}) + "\n")
+    assert read_prompts([tmp_path / "text.jsonl"], "turns[0],q") == ["d"]  # not its first letter
     mixed = [tmp_path / "p.jsonl", tmp_path / "p.txt"]
     assert read_prompts(mixed, "missing, turns[1],q") == ["b", "two", "first", "second"]
     some = read_prompts(mixed, "q", limit=2, seed=1)

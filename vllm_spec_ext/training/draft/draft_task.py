@@ -136,6 +136,8 @@ class DraftModelTask:
         if step == 0:  # a resumed run has its weights from the saved state
             self._fit()
         self.draft.model.train()
+        # Dropout draws from torch's global state, which no saved state holds.
+        torch.manual_seed(int(np.random.default_rng([config.seed, 4, step]).integers(2**62)))
         batch = self.plan.batch(step)
         device = self.target.device
         tokens = batch.next_tokens.to(device)
@@ -277,11 +279,10 @@ class DraftModelTask:
         )
 
     def _calibrate(self) -> None:
-        """Pass some training texts through the target."""
-        some = self.split.train[:_CALIBRATION_TEXTS]
-        size = self.config.batch_size
-        for start in range(0, len(some), size):
-            batch = make_batch(self.data, some[start : start + size], 0, self.config.max_length)
+        """Pass some training texts through the target, one by one: padding would count as text."""
+        for place in range(min(_CALIBRATION_TEXTS, len(self.split.train))):
+            one = self.split.train[place : place + 1]
+            batch = make_batch(self.data, one, 0, self.config.max_length)
             device = self.target.device
             self.target.hidden(batch.token_ids.to(device), batch.mask.to(device))
 

@@ -352,6 +352,8 @@ class NarDrafter(nn.Module):
         if mask is not None:
             given = {"mask_token_id": self.config.mask_token_id, "embedding": mask}
             torch.save(given, folder / MASK_NAME)
+        else:  # of an earlier result in this folder
+            (folder / MASK_NAME).unlink(missing_ok=True)
         text = json.dumps(self.config.to_json(str(dtype).removeprefix("torch.")), indent=2)
         (folder / CONFIG_NAME).write_text(text + "\n")
 

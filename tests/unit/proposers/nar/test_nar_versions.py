@@ -107,6 +107,14 @@ def test_files_are_all_of_a_drafter(tmp_path: Path) -> None:
     assert set(drafter_files(folder)) == {CONFIG_NAME, WEIGHTS_NAME, MASK_NAME, EXTRAS_NAME}
 
 
+def test_nothing_of_an_earlier_drafter_stays(tmp_path: Path) -> None:
+    folder = save(tmp_path / "drafter")
+    without = NarDrafter.load(folder)
+    without.mask_embedding = None
+    without.save(folder)
+    assert not (folder / MASK_NAME).exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
