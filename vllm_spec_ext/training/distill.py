@@ -8,8 +8,11 @@ exact acceptance compares drafts with the target's own choice, not with a human'
 import hashlib
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
@@ -237,9 +240,11 @@ def vllm_generator(config: Training) -> Generator:
             f"vLLM cannot serve {config.model} with a context of {length} tokens "
             f"(prompts of {_prompt_bound(config)}, and --max-new-tokens): {error}"
         ) from error
-    sampling = SamplingParams(
-        temperature=config.temperature, max_tokens=config.max_new_tokens, seed=config.seed
-    )
+
+    def sampling(seed: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=config.temperature, max_tokens=config.max_new_tokens, seed=seed
+        )
 
     class FromVllm:
         """Continuations, and the states that were recorded with the last ones."""
@@ -249,7 +254,8 @@ def vllm_generator(config: Training) -> Generator:
         def __call__(self, prompts: Sequence[list[int]]) -> list[list[int]]:
             inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
             with disk_full_named(folder):  # what records the states writes them there
-                outputs = engine.generate(inputs, sampling, use_tqdm=False)
+                params = [sampling(seed) for seed in request_seeds(config.seed, prompts)]
+                outputs = engine.generate(inputs, params, use_tqdm=False)
             texts = [list(output.outputs[0].token_ids) for output in outputs]
             if recorder:
                 # Requests that ended are reported to the worker with the next step.
@@ -266,6 +272,16 @@ def vllm_generator(config: Training) -> Generator:
             return texts
 
     return FromVllm()
+
+
+def request_seeds(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """A seed for each of these prompts: prompts that are alike get answers that are not.
+
+    The same again for the same prompts, as when a run is resumed.
+    """
+    drawn = zlib.crc32(str([list(prompt) for prompt in prompts]).encode())
+    states = np.random.SeedSequence([seed, drawn]).generate_state(len(prompts))
+    return [int(state) for state in states]
 
 
 def transformers_generator(config: Training, model: "PreTrainedModel") -> Generator:
@@ -287,7 +303,7 @@ def transformers_generator(config: Training, model: "PreTrainedModel") -> Genera
         mask = torch.tensor(
             [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device
         )
-        torch.manual_seed(config.seed + width)
+        torch.manual_seed(request_seeds(config.seed, prompts)[0])
         sampling: dict[str, Any] = {"do_sample": config.temperature > 0.0}
         if config.temperature > 0.0:
             sampling.update(temperature=config.temperature, top_k=0, top_p=1.0)

@@ -46,6 +46,9 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
+_MOST_DIVERGENCE = 0.05  # of the projection from the model; rounding in bfloat16 gives far less
+
+
 class Target:
     """A Hugging Face causal LM, split into what heads need: states, projection, embedding."""
 
@@ -183,6 +186,15 @@ class Target:
                 f"{self.name}: projecting its final hidden states gives other tokens than the "
                 f"model itself ({agree:.0%} agree); what is trained here shares that projection, "
                 "so it would learn wrong tokens. Choose another target"
+            )
+        true, own = expected.log_softmax(-1), found.log_softmax(-1)
+        divergence = (true.exp() * (true - own)).sum(-1).mean().item()
+        if divergence > _MOST_DIVERGENCE:
+            raise SpecExtError(
+                f"{self.name}: its logits are not those of its projection (found a divergence of "
+                f"{divergence:.2f}, expected 0): it scales or caps them behind it. What is trained "
+                "here would be as sure as the projection, and not as the model; choose another "
+                "target"
             )
 
 

@@ -651,6 +651,17 @@ def test_damaged_weights_of_the_target_are_named(target: Path, data: Path, tmp_p
         train_blockwise(settings(broken, data, tmp_path / "h"), quiet)
 
 
+def test_a_target_that_scales_its_logits_is_refused(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Granite does; which tokens are likeliest does not tell."""
+    found = load_target(str(target), torch.device("cpu"), torch.float32)
+    project = found.project
+    monkeypatch.setattr(found, "project", lambda states: 30.0 * project(states))
+    with pytest.raises(SpecExtError, match="scales or caps them"):
+        found._check()
+
+
 def test_refusals_come_before_the_work(target: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     missing = settings(target, tmp_path / "d", tmp_path / "h", prompts=[tmp_path / "none"])

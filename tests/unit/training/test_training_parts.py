@@ -19,6 +19,7 @@ from vllm_spec_ext.training.atomic import DiskFullError, write_bytes
 from vllm_spec_ext.training.batches import IGNORED, BatchPlan, make_batch, split_data
 from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
+from vllm_spec_ext.training.distill import request_seeds
 from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.prompts import read_prompts
@@ -391,3 +392,12 @@ def test_numba_stays_unloaded_until_it_is_needed() -> None:
         "assert 'numba' not in sys.modules\n"
     )
     run_python(code)
+
+
+def test_prompts_that_are_alike_get_seeds_that_are_not() -> None:
+    same = [[1, 2], [1, 2], [1, 2], [3]]
+    seeds = request_seeds(5, same)
+    assert len(set(seeds)) == 4
+    assert seeds == request_seeds(5, same)  # when a run is resumed
+    assert not set(seeds) & set(request_seeds(5, [*same, [4]]))  # of another shard
+    assert not set(seeds) & set(request_seeds(6, same))
