@@ -100,3 +100,20 @@ def same_tokens_twice(engine: Any, expected_long: Any) -> None:
         assert tokens(outputs) == expected_long
         cached = sum(out.num_cached_tokens for out in outputs)
         assert cached > 700 if turn else cached < 700
+
+
+def assert_equal_logprobs(outputs: Sequence[Any], reference: Sequence[Any], abs_: float) -> None:
+    """The same tokens at every place of every answer, with the same log-probabilities.
+
+    Args:
+        outputs: What an engine gave for its prompts.
+        reference: What another one gave for them.
+        abs_: Most by which two log-probabilities may differ.
+    """
+    for ours, theirs in zip(outputs, reference, strict=True):
+        a, b = ours.outputs[0].logprobs, theirs.outputs[0].logprobs
+        assert (a is None) == (b is None)
+        for one, other in zip(a or (), b or (), strict=True):
+            assert one.keys() == other.keys()
+            for token, entry in one.items():
+                assert entry.logprob == pytest.approx(other[token].logprob, abs=abs_)

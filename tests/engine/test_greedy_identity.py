@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from generation import ALWAYS_DRAFT, count_preempted, run, run_with_aborts, tokens
+from generation import (
+    ALWAYS_DRAFT,
+    assert_equal_logprobs,
+    count_preempted,
+    run,
+    run_with_aborts,
+    tokens,
+)
 from scenarios import PROMPTS, SCENARIOS, Scenario
 
 from vllm_spec_ext.engine.drafting import drafter
@@ -100,13 +107,7 @@ def test_logprobs_of_chosen_tokens(plain: Any, speculative: Any) -> None:
     reference = run(plain, scenario)
     outputs = run(speculative, scenario, truths_of(speculative, tokens(reference)))
     assert tokens(outputs) == tokens(reference)
-    for ours, theirs in zip(outputs, reference, strict=True):
-        a, b = ours.outputs[0].logprobs, theirs.outputs[0].logprobs
-        assert (a is None) == (b is None)
-        for one, other in zip(a or (), b or (), strict=True):
-            assert one.keys() == other.keys()
-            for token, entry in one.items():
-                assert entry.logprob == pytest.approx(other[token].logprob, abs=1e-3)
+    assert_equal_logprobs(outputs, reference, 1e-3)
 
 
 def test_logprobs_are_the_targets(plain: Any, speculative: Any) -> None:

@@ -7,7 +7,14 @@ Sampled texts, too: noise is a function of seed and position there.
 from typing import Any
 
 import pytest
-from generation import count_preempted, run, run_with_aborts, sampling_params, tokens
+from generation import (
+    assert_equal_logprobs,
+    count_preempted,
+    run,
+    run_with_aborts,
+    sampling_params,
+    tokens,
+)
 from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_greedy_identity import METHODS, runner_of
 from test_placeholders import INPUT_COPY, PROMPT, verified_rows
@@ -156,10 +163,4 @@ def test_logprobs_of_chosen_tokens(method: str, plain: Any, make_engine: Any) ->
     engine = make_engine(speculative_config=METHODS[method])
     outputs = run(engine, scenario, truths(reference))
     assert tokens(outputs) == tokens(reference)
-    for ours, theirs in zip(outputs, reference, strict=True):
-        a, b = ours.outputs[0].logprobs, theirs.outputs[0].logprobs
-        assert (a is None) == (b is None)
-        for one, other in zip(a or (), b or (), strict=True):
-            assert one.keys() == other.keys()
-            for token, entry in one.items():
-                assert entry.logprob == pytest.approx(other[token].logprob, abs=2e-4)
+    assert_equal_logprobs(outputs, reference, 2e-4)

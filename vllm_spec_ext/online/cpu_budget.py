@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class CpuBudget:
-    """Rests after each piece of work for as long as it takes to be within the share again."""
+    """Says how long to rest after a piece of work, to be within the share again."""
 
     def __init__(
         self,

@@ -315,10 +315,10 @@ def run_trainer(
         pace = CpuBudget(share) if share > 0 else None
         used = time.process_time
         while not stop.is_set() and parent in (None, os.getppid()):
-            why, owed = "", 0.0 if pace is None else pace.owed()
+            why = ""
             if pace is None:
                 why = "its budget is 0"
-            elif owed > 0:  # what a long step took; the end of the engine is seen meanwhile
+            elif owed := pace.owed():  # for a long step; the end of the engine is seen meanwhile
                 stop.wait(min(owed, _POLL_S))
             else:
                 why = trainer.advance()

@@ -162,7 +162,7 @@ def check_folders(*folders: Path) -> None:
 def check_apart(out: Path, others: Mapping[str, Path]) -> None:
     """Raise SpecExtError for a folder inside that of the result, which is replaced at the end."""
     for option, folder in others.items():
-        if folder.absolute().resolve().is_relative_to(out.absolute().resolve()):
+        if folder.resolve().is_relative_to(out.resolve()):
             raise SpecExtError(
                 f"{option}: {folder} lies in --out {out}, which is replaced as a whole when the "
                 "training ends; choose a folder outside of it"

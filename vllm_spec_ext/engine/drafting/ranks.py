@@ -60,7 +60,7 @@ class Failure:
     message: str
 
 
-_OWN_SEEDS = 0x5DEECE66D
+_OWN_SEEDS = 0x5DEECE66D  # keeps what proposers draw apart from what samplers do
 
 
 class Ranks:

@@ -41,7 +41,7 @@ class ScratchNeed:
 
     def out_of(self, num_blocks: int) -> int:
         """How many of all KV blocks are scratch blocks."""
-        return min(self.most, max(self.least, -(-num_blocks // _PARTS)))
+        return self._bounded(-(-num_blocks // _PARTS))
 
     def behind(self, num_blocks: int) -> int:
         """How many scratch blocks belong to so many blocks of requests.
@@ -49,11 +49,14 @@ class ScratchNeed:
         Ranks differ in memory, and vLLM gives all as many blocks as the poorest has: so all come to
         the same number, and none has set fewer aside.
         """
-        return min(self.most, max(self.least, num_blocks // (_PARTS - 1)))
+        return self._bounded(num_blocks // (_PARTS - 1))
 
     def with_requests(self, num_blocks: int) -> int:
         """The fewest KV blocks of which so many are left to requests."""
-        return num_blocks + min(self.most, max(self.least, -(-num_blocks // (_PARTS - 1))))
+        return num_blocks + self._bounded(-(-num_blocks // (_PARTS - 1)))
+
+    def _bounded(self, number: int) -> int:
+        return min(self.most, max(self.least, number))
 
 
 NO_SCRATCH = ScratchNeed(0, 0)

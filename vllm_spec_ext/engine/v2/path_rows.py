@@ -70,13 +70,9 @@ def path_rows(batch: DraftBatch, reads_history: Sequence[bool]) -> PathRows:
     parents, tokens = batch.parents.tolist(), batch.tokens.tolist()
     for request, root in enumerate(batch.root_rows.tolist()):
         first, end = batch.node_starts[request : request + 2].tolist()
-        if not reads_history[request]:
-            places[root : root + 1 + end - first] = range(len(rows), len(rows) + 1 + end - first)
-            rows += range(root, root + 1 + end - first)
-            depths += range(1 + end - first)
-            drafted += [-1, *tokens[first:end]]
-            continue
-        for path in _paths(parents[first:end]):
+        as_they_are = [list(range(end - first))]
+        paths = _paths(parents[first:end]) if reads_history[request] else as_they_are
+        for path in paths:
             for depth, node in enumerate([-1, *path]):
                 row = root + 1 + node
                 if places[row] < 0:

@@ -50,6 +50,11 @@ class HostPart:
     distributions: dict[int, DraftDistributions]  # by number of the request
     start: int = 0  # number of the first one in the step
 
+    @property
+    def end(self) -> int:
+        """Number of the one behind the last."""
+        return self.start + self.batch.num_requests
+
     def part(self, start: int, end: int) -> "HostPart":
         """Of these requests, `end` not included."""
         drawn = {r - start: one for r, one in self.distributions.items() if start <= r < end}
@@ -100,13 +105,12 @@ class WalkSampler(RejectionSampler):
         if self._relaxed_rule is not None or any(state.probs is not None for state in step.states):
             temperatures = sampler.sampling_states.temperature.np[input_batch.idx_mapping_np]
             greedy = (temperatures == 0.0).tolist()
-            distributions = drawn_of(step, greedy)
+            if self._relaxed_rule is None:
+                distributions = drawn_of(step, greedy)
         self._whole, self._part, self._walks = None, None, []
         chosen = sampler.logprob_token_ids_state
         self._num_chosen = chosen.max_num_token_ids(input_batch.idx_mapping_np)
         if plan is not None or distributions or self._relaxed_rule is not None:
-            if self._relaxed_rule is not None:
-                distributions = {}
             self._whole, self._greedy = HostPart(step_batch(step, plan), distributions), greedy
             output = super().__call__(logits, input_batch, None, invalid_drafts)
             step.walk = joined(self._walks)
@@ -114,11 +118,6 @@ class WalkSampler(RejectionSampler):
         if runner.is_async and runner.late_steps is None:
             invalid_drafts = _or(invalid_drafts, _fillers(step.drafts, logits.device))
         return super().__call__(logits, input_batch, None, invalid_drafts)
-
-    def _next_part(self, whole: "HostPart", num_requests: int) -> "HostPart":
-        """The requests behind those that were verified: vLLM takes huge steps in parts."""
-        start = sum(walk.accepted.shape[0] for walk in self._walks)
-        return whole.part(start, start + num_requests)
 
     def _verify(
         self,
@@ -137,7 +136,9 @@ class WalkSampler(RejectionSampler):
         """Processed logits [num_rows, vocab], tokens [num_reqs, k + 1], how many of them count."""
         self._slots_of_rows = expanded_idx_mapping
         if self._whole is not None:
-            part = self._part = self._next_part(self._whole, len(idx_mapping_np))
+            # vLLM takes huge steps in parts, one behind the other.
+            start = 0 if self._part is None else self._part.end
+            part = self._part = self._whole.part(start, start + len(idx_mapping_np))
             context = LogitsContext(
                 expanded_idx_mapping=expanded_idx_mapping,
                 idx_mapping=idx_mapping,
@@ -168,7 +169,7 @@ class WalkSampler(RejectionSampler):
         self, part: "HostPart", logits: torch.Tensor, context: LogitsContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         sampler, device, batch = self._runner.sampler, logits.device, part.batch
-        own = slice(part.start, part.start + batch.num_requests)
+        own = slice(part.start, part.end)
         states = self._runner.spec_step.states[own]
         layout = None
         reads = [state.reads_history or self._reads_history for state in states]
