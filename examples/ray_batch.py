@@ -9,13 +9,12 @@ where there are fewer cores: ray start --head --num-cpus 8
 """
 
 import json
+import os
 import sys
 
 import ray
 from ray.data.checkpoint import CheckpointConfig
 from ray.data.llm import build_processor, vLLMEngineProcessorConfig
-
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def ask(row: dict) -> dict:
@@ -35,7 +34,8 @@ def keep(row: dict) -> dict:
 
 
 if __name__ == "__main__":
-    questions, answers, model = (*sys.argv[1:], MODEL)[:3]
+    questions, answers = (p if "://" in p else os.path.abspath(p) for p in sys.argv[1:3])
+    model = sys.argv[3] if len(sys.argv) > 3 else "HuggingFaceTB/SmolLM2-135M-Instruct"
     config = vLLMEngineProcessorConfig(
         model_source=model,
         concurrency=(2, 2),  # replicas: at least, at most
@@ -49,7 +49,7 @@ if __name__ == "__main__":
             "max_model_len": 1024,
             "enforce_eager": True,  # for CPUs
             "per_request_spec_decode_metrics": "summary",
-            "speculative_config": {"method": "input_copy"},
+            "speculative_config": {"method": "input_copy", "share_unsalted": True},  # all is ours
         },
     )
     done = CheckpointConfig("id", f"{answers}.done", delete_checkpoint_on_success=False)

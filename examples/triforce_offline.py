@@ -24,6 +24,7 @@ def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else str(ensure_demo_model())
     llm = LLM(
         model,
+        dtype="float32",  # bfloat16 keys cannot be read where the processor has AMX
         max_model_len=2048,
         max_num_seqs=4,
         block_size=32,  # pages of 32 tokens; vLLM's blocks have 128 on CPUs

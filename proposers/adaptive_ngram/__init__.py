@@ -50,7 +50,7 @@ logger = logging.getLogger("vllm.spec_ext")
     tree=True,
     best_for="text like a corpus of yours; several requests at a time (one at a time, vLLM's "
     "suffix is as fast or faster)",
-    cost="about 0.2 ms a step, 164 kB a request; no model",
+    cost="about 0.3 ms a step, 164 kB a request; no model",
 )
 class AdaptiveNgram(BaseProposer):
     """See the module; one instance serves one engine."""

@@ -83,7 +83,7 @@ _PRIORS = [
     request_options=InputCopyRequest,
     num_speculative_tokens=32,
     best_for="editing, correcting, rewriting, quoting, extraction, code edits",
-    cost="microseconds a step; no memory beyond the input's tokens",
+    cost="0.1 to 0.2 ms a step; no memory beyond the input's tokens",
 )
 class InputCopy(BaseProposer):
     """See the module docstring."""

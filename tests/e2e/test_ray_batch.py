@@ -58,13 +58,14 @@ def test_a_killed_run_is_taken_up_where_it_was(cluster: Cluster, tmp_path: Path)
     def command(name: str, text: str) -> list[str]:
         script = tmp_path / name
         script.write_text(text)
-        return [sys.executable, str(script), str(questions), str(answers), str(model)]
+        return [sys.executable, str(script), "q.jsonl", "answers/", str(model)]  # as the docs do
 
     # One replica starts sooner; whoever takes the run up may have more.
     assert text.count("concurrency=(2, 2)") == 1
     first = subprocess.Popen(
         command("first.py", text.replace("concurrency=(2, 2)", "concurrency=(1, 1)")),
         env=cluster.environment,
+        cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -77,6 +78,7 @@ def test_a_killed_run_is_taken_up_where_it_was(cluster: Cluster, tmp_path: Path)
     done = subprocess.run(
         command("second.py", text),
         env=cluster.environment,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=300,

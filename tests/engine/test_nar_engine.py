@@ -92,6 +92,10 @@ def records(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
     return found
 
 
+ROUNDING = 1e-4
+"""Of float32, which differs by processor (2.0e-5 was seen); what is wrong is off by 1e-2."""
+
+
 def greatest_difference(dense: DenseDrafter, records: list[Record], step: int = 5) -> float:
     """Between the candidates' log-probabilities and those of a dense computation."""
     worst = 0.0
@@ -134,7 +138,7 @@ def test_drafts_by_definition(
             assert sum(out.num_cached_tokens for out in outputs) > 100
     dense = DenseDrafter(tiny_model, Path(drafters[METHODS[name]["model"]]))
     assert len(records) > 300
-    assert greatest_difference(dense, records) < 2e-5
+    assert greatest_difference(dense, records) < ROUNDING
 
 
 def predictions(records: list[Record]) -> dict[tuple[int, ...], SlotCandidates]:
@@ -181,7 +185,7 @@ def test_preemption(
     assert preempted
     dense = DenseDrafter(tiny_model, Path(drafters[METHODS[name]["model"]]))
     assert all(found is not None for text, _, slots, found in records if slots > 0)
-    assert greatest_difference(dense, records, step=9) < 2e-5
+    assert greatest_difference(dense, records, step=9) < ROUNDING
 
 
 @pytest.fixture
@@ -238,7 +242,7 @@ def test_states_of_steps_that_went_by_are_read_later(
     assert resting.count(3) > 20
     assert len(records) > 100
     dense = DenseDrafter(tiny_model, Path(drafters[METHODS[name]["model"]]))
-    assert greatest_difference(dense, records, step=3) < 2e-5
+    assert greatest_difference(dense, records, step=3) < ROUNDING
     assert all(found is not None for text, _, slots, found in records if slots > 0)
 
 

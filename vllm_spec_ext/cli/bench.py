@@ -36,34 +36,36 @@ EXIT_INTERRUPTED = 130
 SMOKE = {"limit": 2, "max_tokens": 16, "repeats": 1}
 
 
-def _help(name: str) -> str:
+def help_of(name: str, default: object = None) -> str:
+    """What a setting is, and its default; brackets would be markup in a help text.
+
+    Args:
+        name: Of a field of :class:`BenchSettings`.
+        default: In place of the field's own.
+    """
     field = BenchSettings.model_fields[name]
     text = " ".join((field.description or "").split())
-    default = field.get_default(call_default_factory=True)
+    default = default or field.get_default(call_default_factory=True)
     shown = ",".join(map(str, default)) if isinstance(default, list) else default
-    return text if field.is_required() or shown in (None, {}) else f"{text} [default: {shown}]"
+    return text if field.is_required() or shown in (None, {}) else rf"{text} \[default: {shown}]"
 
 
 # Options that `plan` has, too.
-ModelOption = Annotated[str | None, typer.Option(help=_help("model"))]
-PromptsOption = Annotated[str | None, typer.Option("--prompts", help=_help("prompts"))]
-FieldOption = Annotated[str | None, typer.Option(help=_help("field"))]
-TemplateOption = Annotated[str | None, typer.Option(help=_help("template"))]
-RawOption = Annotated[bool | None, typer.Option(help=_help("raw"))]
-LimitOption = Annotated[int | None, typer.Option(help=_help("limit"))]
-MaxTokensOption = Annotated[int | None, typer.Option(help=_help("max_tokens"))]
-DtypeOption = Annotated[str | None, typer.Option(help=_help("dtype"))]
+ModelOption = Annotated[str | None, typer.Option(help=help_of("model"))]
+PromptsOption = Annotated[str | None, typer.Option("--prompts", help=help_of("prompts"))]
+FieldOption = Annotated[str | None, typer.Option(help=help_of("field"))]
+TemplateOption = Annotated[str | None, typer.Option(help=help_of("template"))]
+RawOption = Annotated[bool | None, typer.Option(help=help_of("raw"))]
+DtypeOption = Annotated[str | None, typer.Option(help=help_of("dtype"))]
 DatasetOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=FILE or NAME=FILE:LIMIT, or copy_rate, needles; repeatable. " + _help("datasets")
+        help="NAME=FILE or NAME=FILE:LIMIT, or copy_rate, needles; repeatable. "
+        + help_of("datasets")
     ),
 ]
-BatchSizeOption = Annotated[
-    str | None, typer.Option(help="Comma-separated. " + _help("batch_size"))
-]
 EngineArgOption = Annotated[
-    list[str] | None, typer.Option(help="key=value. " + _help("engine_args"))
+    list[str] | None, typer.Option(help="key=value. " + help_of("engine_args"))
 ]
 
 
@@ -71,13 +73,13 @@ def bench(
     *,
     model: ModelOption = None,
     methods: Annotated[
-        str | None, typer.Option(help="Comma-separated method names. " + _help("methods"))
+        str | None, typer.Option(help="Comma-separated method names. " + help_of("methods"))
     ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(help="One more method as NAME or NAME=JSON; repeatable."),
     ] = None,
-    ngram_grid: Annotated[bool | None, typer.Option(help=_help("ngram_grid"))] = None,
+    ngram_grid: Annotated[bool | None, typer.Option(help=help_of("ngram_grid"))] = None,
     config: Annotated[
         Path | None, typer.Option(help="JSON or YAML file with these settings; flags win.")
     ] = None,
@@ -85,22 +87,24 @@ def bench(
     field: FieldOption = None,
     template: TemplateOption = None,
     raw: RawOption = None,
-    limit: LimitOption = None,
+    limit: Annotated[int | None, typer.Option(help=help_of("limit"))] = None,
     dataset: DatasetOption = None,
-    max_tokens: MaxTokensOption = None,
-    batch_size: BatchSizeOption = None,
+    max_tokens: Annotated[int | None, typer.Option(help=help_of("max_tokens"))] = None,
+    batch_size: Annotated[
+        str | None, typer.Option(help="Comma-separated. " + help_of("batch_size"))
+    ] = None,
     serve: Annotated[
-        list[str] | None, typer.Option(help="NAME=URL; repeatable. " + _help("servers"))
+        list[str] | None, typer.Option(help="NAME=URL; repeatable. " + help_of("servers"))
     ] = None,
     request_rate: Annotated[
-        str | None, typer.Option(help="Comma-separated. " + _help("request_rate"))
+        str | None, typer.Option(help="Comma-separated. " + help_of("request_rate"))
     ] = None,
-    repeats: Annotated[int | None, typer.Option(help=_help("repeats"))] = None,
-    warm_up: Annotated[int | None, typer.Option(help=_help("warm_up"))] = None,
+    repeats: Annotated[int | None, typer.Option(help=help_of("repeats"))] = None,
+    warm_up: Annotated[int | None, typer.Option(help=help_of("warm_up"))] = None,
     dtype: DtypeOption = None,
-    temperature: Annotated[float | None, typer.Option(help=_help("temperature"))] = None,
-    seed: Annotated[int | None, typer.Option(help=_help("seed"))] = None,
-    max_model_len: Annotated[int | None, typer.Option(help=_help("max_model_len"))] = None,
+    temperature: Annotated[float | None, typer.Option(help=help_of("temperature"))] = None,
+    seed: Annotated[int | None, typer.Option(help=help_of("seed"))] = None,
+    max_model_len: Annotated[int | None, typer.Option(help=help_of("max_model_len"))] = None,
     engine_arg: EngineArgOption = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write everything here, every token included.")

@@ -70,11 +70,11 @@ def doctor(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="With --method: prompts to answer. [default: 8]", min=1)
+        int | None, typer.Option(help=r"With --method: prompts to answer. \[default: 8]", min=1)
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="With --method: most tokens of an answer. [default: 64]", min=4),
+        typer.Option(help=r"With --method: most tokens of an answer. \[default: 64]", min=4),
     ] = None,
     dtype: Annotated[
         str | None,

@@ -96,9 +96,7 @@ def freeze(
 ) -> None:
     """Serve what is served now; try nothing new, and train nothing, until `--off`."""
     _facts(folder)
-    control = read_record(folder, Control) or Control()
-    changes = {"serial": control.serial + 1, "frozen": not off, "serve": None}
-    write_record(folder, control.model_copy(update=changes))
+    _order(folder, frozen=not off)
     print("learning goes on" if off else "frozen; `--off` lets it learn again")
 
 
@@ -118,9 +116,18 @@ def rollback(
         present = set(version_numbers(folder))
         to = max((number for number in kept if number in present), default=0)
     check_version(folder, to, facts.drafter)
-    control = read_record(folder, Control) or Control()
-    write_record(folder, control.model_copy(update={"serial": control.serial + 1, "serve": to}))
+    _order(folder, serve=to)
     print(f"version {to} will be served between two of the next steps")
+
+
+def _order(folder: Path, **changes: int | bool) -> None:
+    """Write an order for the engine; a rollback that it has not obeyed yet stays one."""
+    control = read_record(folder, Control) or Control()
+    obeyed = (read_record(folder, EngineState) or EngineState()).obeyed
+    if control.serial <= obeyed:
+        control = control.model_copy(update={"serial": obeyed, "serve": None})
+    changes["serial"] = control.serial + 1
+    write_record(folder, control.model_copy(update=changes))
 
 
 def _facts(folder: Path) -> FolderFacts:

@@ -31,19 +31,17 @@ from vllm_spec_ext.bench.settings import (
 from vllm_spec_ext.bench.step_probe import Shape
 from vllm_spec_ext.cli.bench import (
     EXIT_FAILED,
-    BatchSizeOption,
     DatasetOption,
     DtypeOption,
     EngineArgOption,
     FieldOption,
-    LimitOption,
-    MaxTokensOption,
     ModelOption,
     PromptsOption,
     RawOption,
     TemplateOption,
     check_writable,
     demo_model,
+    help_of,
     report_console,
 )
 from vllm_spec_ext.cli.many_values import ManyValues, ManyValuesGroup
@@ -78,19 +76,26 @@ def plan(
     model: ModelOption = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="NAME or NAME=JSON, as for `bench`; repeatable. [default: input_copy]"),
+        typer.Option(help=r"NAME or NAME=JSON, as for `bench`; repeatable. \[default: input_copy]"),
     ] = None,
     prompts_file: PromptsOption = None,
     field: FieldOption = None,
     template: TemplateOption = None,
     dataset: DatasetOption = None,
     raw: RawOption = None,
-    limit: LimitOption = None,
-    max_tokens: MaxTokensOption = None,
-    batch_size: BatchSizeOption = None,
+    limit: Annotated[
+        int | None, typer.Option(help=help_of("limit", f"{_DEFAULTS['limit']}, or the batch size"))
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help=help_of("max_tokens", _DEFAULTS["max_tokens"]))
+    ] = None,
+    batch_size: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated. " + help_of("batch_size", _DEFAULTS["batch_size"])),
+    ] = None,
     context: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens before the timed steps. [default: as when recorded]"),
+        typer.Option(min=1, help=r"Tokens before the timed steps. \[default: as when recorded]"),
     ] = None,
     dtype: DtypeOption = None,
     engine_arg: EngineArgOption = None,
@@ -105,7 +110,7 @@ def plan(
         list[str] | None,
         typer.Option(
             help="NAME=RATIO: with --drafts, predict for a draft whose pass takes this part of a "
-            "target's step. [default: bounds for 7B with 68M, 70B with 1B]"
+            r"target's step. \[default: bounds for 7B with 68M, 70B with 1B]"
         ),
     ] = None,
     tree: Annotated[

@@ -23,7 +23,7 @@ def plan_cluster(
     *,
     planned: Annotated[Path, typer.Argument(help="What `vllm-spec plan --json` wrote.")],
     method: Annotated[
-        str | None, typer.Option(help="One of its methods. [default: the only one]")
+        str | None, typer.Option(help=r"One of its methods. \[default: the only one]")
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Engines.")] = 2,
     routing: Annotated[
@@ -31,14 +31,14 @@ def plan_cluster(
     ] = "least-loaded",
     max_num_seqs: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests of a step. [default: the largest measured batch]"),
+        typer.Option(min=1, help=r"Requests of a step. \[default: the largest measured batch]"),
     ] = None,
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of a step, prompts included.")
     ] = 2048,
     rate: Annotated[
         str | None,
-        typer.Option(help="Comma-separated requests a second. [default: by the cluster's speed]"),
+        typer.Option(help=r"Comma-separated requests a second. \[default: by the cluster's speed]"),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 400,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Of a request, on average.")] = 200,
@@ -52,7 +52,9 @@ def plan_cluster(
     ] = None,
     prompt_us: Annotated[
         float | None,
-        typer.Option(min=0, help="Microseconds of a prompt token. [default: as a verified one's]"),
+        typer.Option(
+            min=0, help=r"Microseconds of a prompt token. \[default: as a verified one's]"
+        ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves into this SVG file.")] = None,

@@ -49,10 +49,10 @@ def plan_paper(
         ),
     ] = "llama2-7b",
     weight_bits: Annotated[
-        float | None, typer.Option(min=1, max=32, help="Of the target's weights. [default: 16]")
+        float | None, typer.Option(min=1, max=32, help=r"Of the target's weights. \[default: 16]")
     ] = None,
     kv_bits: Annotated[
-        float | None, typer.Option(min=1, max=32, help="Of the target's KV cache. [default: 16]")
+        float | None, typer.Option(min=1, max=32, help=r"Of the target's KV cache. \[default: 16]")
     ] = None,
     context: Annotated[
         str, typer.Option(help="Comma-separated tokens of a request; 32k is 32768.")
@@ -63,7 +63,7 @@ def plan_paper(
         typer.Option(
             help="NAME: LEVELS; repeatable. Levels drafting for each other, separated by ';', the "
             "one that drafts for the target first: view,budget=TOKENS,accept=RATE or "
-            "model=NAME,accept=RATE or lookup,accept=RATE. [default: four examples]"
+            r"model=NAME,accept=RATE or lookup,accept=RATE. \[default: four examples]"
         ),
     ] = None,
     most_tokens: Annotated[

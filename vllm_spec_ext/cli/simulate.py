@@ -272,7 +272,12 @@ def _table(
 
 
 def simulate(
-    recordings: Annotated[Path, typer.Argument(help="Recorded outputs, JSON lines.")],
+    recordings: Annotated[
+        Path,
+        typer.Argument(
+            help="JSON lines with prompt and output, or prompt_token_ids and output_token_ids."
+        ),
+    ],
     method: Annotated[str, typer.Option(help="Proposer to replay.")] = "adaptive_ngram",
     settings: Annotated[
         list[str] | None,

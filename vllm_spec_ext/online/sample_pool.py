@@ -29,6 +29,8 @@ class SamplePool:
         folder: Path,
         columns: Callable[[Sequence[Trace]], Columns],
         row_positions: int = 1,
+        *,
+        likeliest: int,
     ) -> None:
         """Read nothing yet.
 
@@ -36,10 +38,13 @@ class SamplePool:
             folder: Of the samples.
             columns: What a student learns from.
             row_positions: Positions that a row of these teaches.
+            likeliest: Tokens of each distribution; samples with more are cut, those with fewer,
+                of an engine with other options, left out.
         """
         self._folder = folder
         self._columns = columns
         self._row_positions = row_positions
+        self._likeliest = likeliest
         self._train: dict[int, Columns] = {}  # by number of the shard, ascending
         self._held_out: dict[int, Columns] = {}
         self._bad: set[Path] = set()
@@ -49,18 +54,28 @@ class SamplePool:
     @property
     def num_positions(self) -> int:
         """That are trained on."""
-        return self._row_positions * sum(_length(columns) for columns in self._train.values())
+        return self.num_positions_to(self.position)
 
-    def refresh(self) -> bool:
-        """Read what is new, forget what was deleted; whether anything is new."""
+    def num_positions_to(self, position: int) -> int:
+        """Those of shards up to a number."""
+        held = [columns for number, columns in self._train.items() if number <= position]
+        return self._row_positions * sum(map(_length, held))
+
+    def refresh(self) -> int:
+        """Read what is new, forget what was deleted.
+
+        Returns:
+            Positions that are gone.
+        """
+        before = self.num_positions
         found = {number_of(path): path for path in shards(self._folder) if path not in self._bad}
         for number in self._train.keys() - found.keys():
             self._train.pop(number)
             self._held_out.pop(number, None)
-        new = sorted(found.keys() - self._train.keys())
-        for number in new:
+        gone = before - self.num_positions
+        for number in sorted(found.keys() - self._train.keys()):
             try:
-                traces = read_shard(found[number])
+                traces = [trace.cut(self._likeliest) for trace in read_shard(found[number])]
             except (SpecExtError, OSError) as error:
                 logger.warning("vllm-spec-ext: samples left out: %s", error)
                 self._bad.add(found[number])
@@ -72,7 +87,7 @@ class SamplePool:
             if aside:
                 self._held_out[number] = self._columns(aside)
             self.position = max(self.position, number)
-        return bool(new)
+        return gone
 
     def batch(self, size: int, replay: float, random: np.random.Generator) -> Columns:
         """Positions to learn from.

@@ -260,7 +260,9 @@ class OnlineSession:
 
     def _first_state(self, fresh: bool) -> EngineState:
         state = read_record(self._root, EngineState) or EngineState()
-        state = state.model_copy(update={"trying": None, "since": time.time()})
+        handled = state.handled if state.trying is None else state.trying - 1  # it is tried again
+        changes = {"trying": None, "handled": handled, "since": time.time()}
+        state = state.model_copy(update=changes)
         numbers = version_numbers(self._root)
         if fresh:
             newest = max(numbers, default=0)

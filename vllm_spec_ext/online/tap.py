@@ -8,6 +8,7 @@ a share of the other places; which of the two it is, the next step tells.
 
 import random
 import zlib
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -43,7 +44,7 @@ class Seen:
 class _Open:
     """A request that is being recorded."""
 
-    token_ids: list[int]
+    token_ids: "array[int]"  # 4 bytes each
     rows: list[int] = field(default_factory=list)
     top_tokens: list[NDArray[np.int32]] = field(default_factory=list)
     top_probs: list[NDArray[np.float32]] = field(default_factory=list)
@@ -111,15 +112,16 @@ class Tap:
             self.finish([seen.request_id])  # a step was missed, or the session's text was changed
             found = None
         if found is None:
-            found = self._open[seen.request_id] = _Open(seen.token_ids[:before].tolist())
+            found = self._open[seen.request_id] = _Open(_ids(seen.token_ids[:before]))
             self._grow(found, 4 * before)
         found.temperature, found.num_prompt_tokens = seen.temperature, seen.num_prompt_tokens
         self._settle(found, seen.failed_at)
-        found.token_ids += seen.token_ids[before:].tolist()
+        found.token_ids += _ids(seen.token_ids[before:])
         # Row t is the distribution of token t + 1: the first new token's is that of the one before.
         found.rows += range(before - 1, len(seen.token_ids) - 1)
-        found.top_tokens.append(seen.top_tokens)
-        found.top_probs.append(seen.top_probs)
+        # Copies, as these are a few rows of a whole step's.
+        found.top_tokens.append(seen.top_tokens.copy())
+        found.top_probs.append(seen.top_probs.copy())
         self._grow(found, 8 * seen.num_new + seen.top_tokens.nbytes + seen.top_probs.nbytes)
         if seen.state is not None:
             found.pending = len(seen.token_ids) - 2, seen.state
@@ -153,7 +155,7 @@ class Tap:
         found = self._open.pop(request_id)
         self.num_bytes -= found.num_bytes
         if goes_on:
-            rest = self._open[request_id] = _Open(list(found.token_ids), pending=found.pending)
+            rest = self._open[request_id] = _Open(found.token_ids[:], pending=found.pending)
             self._grow(rest, 4 * len(rest.token_ids))
         if not found.starts:
             return
@@ -174,3 +176,7 @@ class Tap:
                 num_prompt_tokens=found.num_prompt_tokens,
             )
         )
+
+
+def _ids(token_ids: NDArray[np.int32]) -> "array[int]":
+    return array("i", token_ids.astype(np.intc).tobytes())

@@ -9,7 +9,7 @@ have led to is never recorded.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -47,6 +47,27 @@ class Trace:
         arrays = (self.token_ids, self.rows, self.top_tokens, self.top_probs, self.tails)
         more = (self.starts, self.failed_at, self.chances)
         return sum(a.nbytes for a in (*arrays, *more)) + 2 * self.states.numel()
+
+    def cut(self, likeliest: int) -> "Trace":
+        """The same with fewer of the likeliest tokens.
+
+        Raises:
+            SpecExtError: It has fewer than these.
+        """
+        found = self.top_tokens.shape[1]
+        if found == likeliest:
+            return self
+        if found < likeliest:
+            raise SpecExtError(
+                f"recorded with online.likeliest={found}, expected {likeliest} or more"
+            )
+        rest = self.top_probs[:, likeliest:].sum(axis=1)
+        return replace(
+            self,
+            top_tokens=self.top_tokens[:, :likeliest],
+            top_probs=self.top_probs[:, :likeliest],
+            tails=self.tails + rest,
+        )
 
 
 _PER_ROW = ("rows", "top_tokens", "top_probs", "tails")

@@ -81,15 +81,20 @@ class Trainer:
         """
         self.root, self.student, self.facts = root, student, facts
         self.options = facts.options
-        self.pool = SamplePool(root / SAMPLES, student.columns, student.row_positions)
+        self.pool = SamplePool(
+            root / SAMPLES, student.columns, student.row_positions, likeliest=self.options.likeliest
+        )
         self.steps = 0
         self.published = 0
         self._seen_serving = self._engine().serving
-        self._positions_trained = 0
+        self._positions_trained = 0.0  # of those that are still there
         self._figures: dict[str, float] = {}
         self._load_version(self._seen_serving)
-        self._restore()
+        position = self._restore()
         self.pool.refresh()
+        # Those of then that are gone by now do not stand for what came since.
+        most = self.options.passes * self.pool.num_positions_to(position)
+        self._positions_trained = min(self._positions_trained, most)
 
     def advance(self) -> str:
         """Train a step if there is something to learn, and publish when it is time.
@@ -105,7 +110,8 @@ class Trainer:
         self._seen_serving = engine.serving
         if engine.frozen:
             return "it is frozen"
-        self.pool.refresh()
+        gone = self.options.passes * self.pool.refresh()
+        self._positions_trained = max(0.0, self._positions_trained - gone)
         if not self.pool.num_positions:
             return "there are no samples"
         if self._positions_trained >= self.options.passes * self.pool.num_positions:
@@ -142,7 +148,8 @@ class Trainer:
                 write_version(self.root, number, files, drafter, training)
                 self.published = number
                 self._last = copy.deepcopy(self._average)
-                keep = {0, number, self._engine().serving}
+                engine = self._engine()
+                keep = {0, number, engine.serving, engine.trying}
                 prune_versions(self.root, keep, _KEPT_VERSIONS)
             self.save()
         except DiskFullError as error:
@@ -162,6 +169,7 @@ class Trainer:
             "steps": self.steps,
             "published": self.published,
             "positions_trained": self._positions_trained,
+            "position": self.pool.position,
             "serving": self._seen_serving,
         }
         torch.save(values, buffer)
@@ -183,23 +191,25 @@ class Trainer:
         self._optimizer_steps = 0
         self._last, self._average = self._weights(), self._weights()
 
-    def _restore(self) -> None:
+    def _restore(self) -> int:
+        """Go on from the saved state; returns the newest shard that it knew, 0 without one."""
         path = self.root / STATE
         if not path.is_file():
-            return
+            return 0
         try:
-            saved: dict[str, Any] = torch.load(path, weights_only=True)
+            saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             if saved["drafter"] != self.facts.drafter:
                 raise SpecExtError(f"{path} is of another drafter; delete it")
             if self._seen_serving < saved["serving"]:
-                return  # rolled back while no trainer ran
+                return 0  # rolled back while no trainer ran
             self._put(saved["weights"])
-            self._average = saved["average"]
+            self._average = self._beside_weights(saved["average"])
+            self._last = self._beside_weights(saved["last"])
             self._optimizer.load_state_dict(saved["optimizer"])
             self._optimizer_steps = saved["optimizer_steps"]
-            self._last = saved["last"]
             self.steps, self.published = saved["steps"], saved["published"]
             self._positions_trained = saved["positions_trained"]
+            return int(saved.get("position", 0))  # earlier states have none
         except SpecExtError:
             raise
         except Exception as error:  # torch raises many types for a damaged file
@@ -252,6 +262,10 @@ class Trainer:
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in self._trained()}
+
+    def _beside_weights(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the devices of the weights that they belong to."""
+        return {name: kept[name].to(value.device) for name, value in self._trained()}
 
     def _put(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():

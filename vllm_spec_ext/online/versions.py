@@ -113,7 +113,7 @@ def check_version(root: Path, number: int, drafter: str) -> Path:
     return folder
 
 
-def prune_versions(root: Path, keep: Collection[int], most: int) -> None:
+def prune_versions(root: Path, keep: Collection[int | None], most: int) -> None:
     """Delete the oldest versions but for some, until `most` are left."""
     numbers = version_numbers(root)
     for number in numbers:

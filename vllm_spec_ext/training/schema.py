@@ -82,8 +82,8 @@ class Training(Options):
     """Prompts generated and saved together; an interrupted generation loses at most these."""
 
     cache_hidden: bool = False
-    """Keep the target's hidden states on disk instead of computing them anew in every epoch; while
-    vLLM generates the data, they are recorded on the way."""
+    """Keep the target's hidden states on disk instead of computing them anew in every epoch. Where
+    those of new tokens are all that is needed, vLLM records them while it generates."""
 
     cache_dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Number format of hidden states kept on disk; ``auto`` is the target's own."""

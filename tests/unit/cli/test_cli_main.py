@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command table, and what errors look like from outside."""
 
+import re
 import subprocess
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
@@ -166,3 +168,20 @@ def test_installed_style_call() -> None:
     assert done.returncode == 2
     assert "unknown speculative method: 'no_such_method'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_help_shows_every_default() -> None:
+    """Brackets are markup in a help text, and vanish where they are not escaped."""
+    seen = set()
+
+    def look(names: str, shown: Any) -> None:
+        for inner in getattr(shown, "commands", {}).values():
+            look(f"{names} {inner.name}", inner)
+        for parameter in shown.params:
+            for escape in re.findall(r"(\\?)\[default", getattr(parameter, "help", None) or ""):
+                seen.add(names)
+                assert escape, (names, parameter.name)
+
+    for name, entry in cli.COMMANDS.items():
+        look(name, entry.load(name))
+    assert seen >= {"bench", "plan", "doctor", "plan cluster", "plan paper"}

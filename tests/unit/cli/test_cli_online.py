@@ -85,7 +85,9 @@ def test_freeze_and_rollback(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert call("rollback", str(folder)) == 0
     assert read_record(folder, Control) == Control(serial=2, frozen=True, serve=2)
     assert call("freeze", str(folder), "--off") == 0
-    assert read_record(folder, Control) == Control(serial=3, frozen=False)
+    assert read_record(folder, Control) == Control(
+        serial=3, frozen=False, serve=2
+    )  # not obeyed yet
     assert call("rollback", str(folder), "--to", "0") == 0
     assert read_record(folder, Control) == Control(serial=4, serve=0)
     (version_folder(folder, 2) / "config.json").write_bytes(b"{ }")
@@ -93,6 +95,12 @@ def test_freeze_and_rollback(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert call("rollback", str(folder), "--to", "7") == 2
     assert read_record(folder, Control) == Control(serial=4, serve=0)
     assert "damaged" in capsys.readouterr().err
+    write_record(folder, EngineState(obeyed=4))
+    assert call("freeze", str(folder)) == 0
+    assert read_record(folder, Control) == Control(serial=5, frozen=True)
+    (folder / "control.json").unlink()  # as its own error advises where it is damaged
+    assert call("rollback", str(folder), "--to", "0") == 0
+    assert read_record(folder, Control) == Control(serial=5, serve=0)
 
 
 def test_other_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

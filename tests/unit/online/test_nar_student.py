@@ -105,7 +105,7 @@ def save_drafter(folder: Path, kind: str = "extras", **changes: Any) -> Path:
 
 
 def facts_of(root: Path, drafting: dict[str, int] | None = None, **options: Any) -> FolderFacts:
-    given = {"learning_rate": 3e-3, "passes": 1000, "publish_steps": 20}
+    given = {"likeliest": 2, "learning_rate": 3e-3, "passes": 1000, "publish_steps": 20}
     return FolderFacts(
         method="nar",
         target="toy",

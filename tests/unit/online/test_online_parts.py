@@ -213,13 +213,15 @@ def columns(traces: Any) -> dict[str, torch.Tensor]:
 
 
 def test_a_pool_reads_what_is_new_and_leaves_out_what_is_damaged(tmp_path: Path) -> None:
-    pool = SamplePool(tmp_path, columns)
-    assert not pool.refresh()
+    pool = SamplePool(tmp_path, columns, likeliest=2)
+    assert pool.refresh() == 0
     first = write_shard(tmp_path, 1, [trace(n) for n in range(40)])
     broken = write_shard(tmp_path, 2, [trace(50)])
     broken.write_bytes(b"nothing")
-    assert pool.refresh()
-    assert not pool.refresh()
+    assert pool.refresh() == 0
+    held = pool.num_positions
+    assert held > 0
+    assert pool.refresh() == 0
     trained = set(pool._train[1]["number"].tolist())
     apart = set(pool.held_out()["number"].tolist())
     assert apart
@@ -227,16 +229,35 @@ def test_a_pool_reads_what_is_new_and_leaves_out_what_is_damaged(tmp_path: Path)
     assert not trained & apart
     write_shard(tmp_path, 3, [trace(60)])
     first.unlink()
-    assert pool.refresh()
+    assert pool.refresh() == held
     assert pool.position == 3
     assert set(pool._train[3].get("number", torch.tensor([60])).tolist()) == {60}
     assert 1 not in pool._train
 
 
+def test_samples_of_other_widths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine was started again with another number of likeliest tokens."""
+    write_shard(tmp_path, 1, [trace(n) for n in range(4)])
+    write_shard(tmp_path, 2, [trace(n).cut(1) for n in range(4)])
+
+    def widths(traces: Any) -> dict[str, torch.Tensor]:
+        return {"probs": torch.cat([torch.from_numpy(t.top_probs) for t in traces])}
+
+    wide, narrow = (SamplePool(tmp_path, widths, likeliest=m) for m in (2, 1))
+    wide.refresh()
+    assert sorted(wide._train) == [1]
+    assert "online.likeliest=1, expected 2 or more" in caplog.text
+    narrow.refresh()
+    assert sorted(narrow._train) == [1, 2]
+    assert narrow.batch(50, 0.5, np.random.default_rng(0))["probs"].shape == (50, 1)
+    cut = trace(5).cut(1)
+    np.testing.assert_allclose(cut.top_probs.sum(axis=1) + cut.tails, 1.0, rtol=1e-6)
+
+
 def test_batches_mix_the_newest_with_all(tmp_path: Path) -> None:
     for number in range(1, 31):
         write_shard(tmp_path, number, [trace(number)])
-    pool = SamplePool(tmp_path, columns)
+    pool = SamplePool(tmp_path, columns, likeliest=2)
     pool.refresh()
     random_state = np.random.default_rng(0)
     numbers = pool.batch(4000, 0.5, random_state)["number"].numpy()

@@ -97,6 +97,20 @@ def test_a_replica_serves_what_the_first_serves(start: Start, tmp_path: Path) ->
     first.close()
 
 
+def test_a_trial_that_a_restart_ended_is_made_again(start: Start, tmp_path: Path) -> None:
+    root = tmp_path / "online"
+    session, _ = start(is_first=True)
+    publish(root, 1, b"one")
+    until(lambda: session._ready is not None)
+    session.begin_step()
+    assert session.state.trying == 1
+    session.close()
+    again, _ = start(is_first=True)
+    until(lambda: again._ready is not None)
+    again.begin_step()
+    assert again.state.trying == 1
+
+
 def test_weights_of_refused_versions_are_let_go(start: Start, tmp_path: Path) -> None:
     root = tmp_path / "online"
     session, learner = start(is_first=True, trial_steps=40)

@@ -7,12 +7,14 @@ tokens taken for errors, one request at a time.
 """
 
 import random
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from vllm_spec_ext.engine.drafting.step_tap import failed_at
 from vllm_spec_ext.online import tap as tap_module
@@ -290,6 +292,28 @@ def test_memory_is_flat_over_many_steps() -> None:
     assert peak < 1.2 * limit_mb * 2**20
     assert tap.num_dropped > 1000
     assert len(tap.open_requests) <= 7
+
+
+def test_what_is_counted_is_what_is_kept() -> None:
+    """Of a step of many requests only the rows of those that are recorded, and ids as 4 bytes."""
+    tap = Tap(OnlineOptions(folder="x"), lambda _: None)
+    prompt = np.zeros(8002, np.int32)
+    tracemalloc.start()
+    try:
+        for index in range(20):
+            tap.record(Seen(f"long {index}", prompt, 2, *rows_of_step(2)))
+        for step in range(200):
+            tokens, probs = rows_of_step(64)
+            text = np.zeros(10 + step, np.int32)
+            tap.record(Seen("one of many", text, 1, tokens[:1], probs[:1]))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1.5 * tap.num_bytes
+
+
+def rows_of_step(count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    return np.zeros((count, 16), np.int32), np.zeros((count, 16), np.float32)
 
 
 def test_a_long_text_becomes_several_traces() -> None:

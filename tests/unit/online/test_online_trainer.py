@@ -82,7 +82,13 @@ def make_folder(root: Path, **options: Any) -> Path:
     student.module = BlockwiseHeads(config)
     root.mkdir()
     write_version(root, 0, student.files(), "own")
-    given = {"learning_rate": 1e-2, "batch_size": 32, "passes": 8, "publish_steps": 20}
+    given: dict[str, Any] = {
+        "likeliest": 2,
+        "learning_rate": 1e-2,
+        "batch_size": 32,
+        "passes": 8,
+        "publish_steps": 20,
+    }
     write_record(
         root,
         FolderFacts(
@@ -154,6 +160,68 @@ def test_it_waits_for_new_samples(folder: Path) -> None:
     assert trainer.advance() == "there are no new samples"
     add_samples(folder, number=2)
     assert trainer.advance() == ""
+
+
+def train_until_it_waits(trainer: Trainer) -> int:
+    """Returns how many steps that took."""
+    before = trainer.steps
+    while not trainer.advance():
+        assert trainer.steps < before + 2000
+    return trainer.steps - before
+
+
+def exchange_samples(root: Path, old: int, new: int) -> None:
+    (shard,) = (root / SAMPLES).glob(f"{old:08d}-*")
+    shard.unlink()
+    add_samples(root, new, count=8)
+
+
+def test_samples_that_went_do_not_stand_for_new_ones(folder: Path) -> None:
+    """The oldest are deleted where disk space is short, with a trainer or without one."""
+    for number in (1, 2, 3):
+        add_samples(folder, number, count=8)
+    trainer = make_trainer(folder)
+    once = train_until_it_waits(trainer)
+    for number in (4, 5, 6):
+        exchange_samples(folder, number - 3, number)
+    assert once / 2 < train_until_it_waits(trainer) < 2 * once
+    trainer.save()
+    assert train_until_it_waits(make_trainer(folder)) == 0
+    for number in (7, 8, 9):
+        exchange_samples(folder, number - 3, number)
+    assert once / 2 < train_until_it_waits(make_trainer(folder)) < 2 * once
+
+
+def test_the_version_on_trial_is_not_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "_KEPT_VERSIONS", 3)
+    monkeypatch.setattr(Trainer, "_is_better", lambda _: True)
+    add_samples(folder)
+    trainer = make_trainer(folder)
+    trainer.publish()
+    write_record(folder, EngineState(trying=1))
+    for _ in range(5):
+        trainer.publish()
+    assert version_numbers(folder) == [0, 1, 6]
+
+
+def test_a_state_of_another_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever device it names it is read, and each tensor goes where its weights are."""
+    add_samples(folder)
+    first = make_trainer(folder)
+    first.advance()
+    first.save()
+    load, asked = torch.load, []
+
+    def read(*given: Any, **more: Any) -> Any:
+        asked.append(more.get("map_location"))
+        return load(*given, **more)
+
+    monkeypatch.setattr(torch, "load", read)
+    second = make_trainer(folder)
+    assert asked == ["cpu"]
+    second.student.module.to("meta")
+    moved = second._beside_weights(second._average)
+    assert {value.device.type for value in moved.values()} == {"meta"}
 
 
 def test_it_goes_on_where_it_stopped(folder: Path) -> None:

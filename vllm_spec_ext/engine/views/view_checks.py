@@ -126,5 +126,6 @@ def _key_layout(args: "EngineArgs", model: "ModelConfig") -> Iterator[str]:
             f'view "retrieval" on this CPU: found KV in the layout of "{isa}" (block size '
             f"{block_size}, head size {model.get_head_size()}, {model.dtype}), expected that of "
             '"vec": x86, a block size and a head size that are multiples of 32, and not bfloat16 '
-            'with AMX; otherwise use the view "stream"'
+            "where the processor has AMX; start the engine with --dtype float32 there; otherwise "
+            'use the view "stream"'
         )
