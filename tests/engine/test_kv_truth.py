@@ -250,3 +250,26 @@ def test_memory_that_scratch_blocks_use_up(
     longest = Scenario([{"max_tokens": ROOMY, "ignore_eos": True}], PROMPTS[:1])
     (out,) = run(start(needed), longest, [expected[0][0]])
     assert len(out.prompt_token_ids) + len(out.outputs[0].token_ids) == ROOMY
+
+
+def test_a_dummy_batch_writes_nothing(
+    tree_engine: Any, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that runs where another replica works on, behind a step of this one that had a tree."""
+    runner = runner_of(tree_engine)
+    make, seen = runner.step_drafts.make, []
+
+    def made(*given: Any) -> Any:
+        drafts = make(*given)
+        if any(tree is not None for tree in runner.spec_step.parents):
+            before = {name: cache.clone() for name, cache in runner.kv_by_layer.items()}
+            for count in (13, 40):  # as long as a draft and its root, and longer
+                runner._dummy_run(count, uniform_decode=count == 13)
+            seen.append(all(torch.equal(before[name], runner.kv_by_layer[name]) for name in before))
+        return drafts
+
+    monkeypatch.setattr(runner.step_drafts, "make", made)
+    few = Scenario([{"max_tokens": 20, "ignore_eos": True}], PROMPTS[:2])
+    run(tree_engine, few, truths(expected))
+    assert len(seen) > 3
+    assert all(seen)

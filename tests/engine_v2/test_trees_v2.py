@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 from generation import run, tokens
-from scenarios import PROMPTS, Scenario
+from scenarios import PROMPTS, SCENARIOS, Scenario
+from streaming_session import check_stop_tokens
 from test_greedy_identity import METHODS, runner_of
 from test_kv_truth import MUTATIONS
+from vllm.v1.worker.gpu import model_runner
 
 # Long enough for branches that cross the border of a block.
 SCENARIO = Scenario([{"max_tokens": 30, "ignore_eos": True}], PROMPTS)
@@ -54,3 +56,32 @@ def test_trees_really_move_blocks(
     true = [completions[0] for completions in answers]
     assert tokens(run(engine, SCENARIO, true)) == answers
     assert len(moved) > 5
+
+
+@pytest.mark.parametrize("branches", [1, 4])
+def test_what_is_accepted_behind_a_stop_token(branches: int, make_engine: Any) -> None:
+    oracle = {"method": "oracle", "num_speculative_tokens": 12, "wrong": 0.0, "branches": branches}
+    check_stop_tokens(make_engine(speculative_config=oracle))
+
+
+def test_rows_that_no_grammar_was_asked_for_are_not_accepted(
+    plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when drafts of a request are scheduled before its grammar saw them."""
+    scenario = SCENARIOS["json_schema"]
+    truth = tokens(run(plain, scenario))
+    on_host = {"scorer": {"type": "top_k", "k": 2}, "allow_lossy": True}
+    engine = make_engine(speculative_config={**METHODS["oracle"], "wrong": 0.0, **on_host})
+    checked: set[str] = set()
+
+    def invalid(batch: Any, request_ids: list[str], _: Any) -> Any:
+        checked.update(request_ids)
+        return batch.expanded_local_pos > 1
+
+    monkeypatch.setattr(model_runner, "grammar_invalid_drafts", invalid)
+    outcomes = runner_of(engine).drafter._proposer.outcomes
+    outcomes.clear()
+    assert tokens(run(engine, scenario, [one[0] for one in truth])) == truth
+    theirs = [outcome for outcome in outcomes if outcome.request_id in checked]
+    assert max(outcome.num_drafted for outcome in theirs) > 4
+    assert max(outcome.num_accepted for outcome in theirs) == 1

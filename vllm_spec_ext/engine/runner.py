@@ -31,6 +31,7 @@ from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.attention import TreeAttention
 from vllm_spec_ext.engine.trees.cuda_graphs import no_full_graph
 from vllm_spec_ext.engine.verifying.plain_metadata import PlainMetadata
+from vllm_spec_ext.engine.verifying.stop_tokens import end_at_stop_tokens
 from vllm_spec_ext.engine.verifying.verifier import Verifier
 from vllm_spec_ext.engine.watching.stat_channel import put_news
 from vllm_spec_ext.engine.watching.step_log import StepLog
@@ -135,7 +136,9 @@ class SpecRunnerMixin:
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """The second half, which drafts; the same."""
-        return put_news(super().sample_tokens(*args, **kwargs), self.drafter.counts)  # type: ignore[misc]
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        end_at_stop_tokens(output, self.known)
+        return put_news(output, self.drafter.counts)
 
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Callable[[], None] | None:
         """Requests come and go; free the proposer's state of those that went."""
@@ -239,7 +242,9 @@ class SpecRunnerMixin:
             aux_hidden_states: [num_rows, hidden] of each layer that EAGLE-3 heads read.
         """
         self.drafter.models.see(hidden_states, aux_hidden_states)
-        if self.drafter.views and self.tree_attention is not None:
+        if (
+            self.tree_attention is not None
+        ):  # what runs between steps, dummy batches too, has no tree
             self.tree_attention.end_step()
         limit = scheduler_output.num_spec_tokens_to_schedule
         return self.step_drafts.make(self.spec_step, sampled_token_ids, sample_hidden_states, limit)

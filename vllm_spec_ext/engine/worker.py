@@ -49,7 +49,8 @@ class SpecWorkerMixin:
         if level > 1 and self.model_runner.drafter.models:
             raise SpecExtError(
                 f"sleep: found level {level} beside draft models, whose weights it discards and "
-                "nothing loads again; expected level 1"
+                "nothing loads again; expected level 1. vLLM has paused the engine by now, and "
+                "goes on when it is woken up (/wake_up)"
             )
         super().sleep(level)  # type: ignore[misc]
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row layout of a step's draft nodes, against the definition."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,3 +60,10 @@ def test_batch_without_any_draft() -> None:
     assert batch.root_rows.tolist() == [0, 1]
     assert batch.depth_of_row.tolist() == [0, 0]
     assert batch.parents.shape == (0,)
+
+
+def test_some_rows_without_their_draft_tokens() -> None:
+    batch = DraftBatch.of([[5, 6], [], [7, 8, 9]], [None, None, [-1, -1, 0]])
+    rows = np.array([False, False, True, False, True, False, True, False])  # 4 is a root
+    assert batch.without(rows).tokens.tolist() == [5, -1, 7, -1, 9]
+    assert batch.tokens.tolist() == [5, 6, 7, 8, 9]

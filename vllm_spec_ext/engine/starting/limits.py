@@ -2,6 +2,7 @@
 """What our methods do not work with, each refused with its own reason before weights load."""
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
+
+_NGRAM_EMBEDDINGS = "LongcatFlashNgramForCausalLM"  # vLLM 0.32 LongcatNgramModelState
 
 CPU_WORKER = "vllm_spec_ext.engine.cpu_worker.SpecCPUWorker"
 GPU_WORKER = "vllm_spec_ext.engine.gpu_worker.SpecGPUWorker"
@@ -44,6 +47,11 @@ def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig
         yield (
             "a hybrid or linear-attention model: its recurrent state cannot be rolled back to an "
             "accepted prefix by these hooks"
+        )
+    if _NGRAM_EMBEDDINGS in (getattr(model, "architectures", None) or ()):
+        yield (
+            f"{_NGRAM_EMBEDDINGS}: it embeds the tokens before each one as vLLM remembers them, "
+            "refused draft tokens included, so its text would depend on the drafts"
         )
     if getattr(model, "is_diffusion", False):
         yield "a diffusion language model: it does not decode left to right"
@@ -86,6 +94,11 @@ def _reasons(args: "EngineArgs", model: "ModelConfig", parallel: "ParallelConfig
         yield "a watermark (--watermark-config), a part of vLLM's own verification; leave it out"
     if getattr(args, "return_sampling_mask", False):
         yield "return_sampling_mask: not tested with these methods; leave it out"
+    if args.aux_output_config.enable_return_routed_experts:
+        yield (
+            "returned experts (--enable-return-routed-experts): of a draft tree those of its first "
+            "path are returned, whichever was accepted; leave it out"
+        )
     if getattr(args, "enable_trace_replay", False):
         yield "a replayed trace (--enable-trace-replay): its tokens are given; leave it out"
     if getattr(args, "logits_processors", None):
@@ -109,6 +122,42 @@ def refuse_unsupported(
     reasons = list(_reasons(args, model, parallel))
     if reasons:
         raise UnsupportedError(f"{method} does not work with " + "; nor with ".join(reasons))
+
+
+def refuse_installed_processors(method: str, runner: RunnerChoice) -> None:
+    """With speculation the V1 runner leaves out logits processors that packages install.
+
+    Plain decoding has them (vLLM 0.32 ``build_logitsprocs``), so the text would be another one.
+
+    Raises:
+        UnsupportedError: There are some, and the engine runs on V1.
+    """
+    installed = sorted(point.value for point in entry_points(group="vllm.logits_processors"))
+    if installed and not runner.is_v2:
+        raise UnsupportedError(
+            f"{method} does not work with logits processors of installed packages, which vLLM's V1 "
+            f"model runner leaves out with speculative decoding: found {', '.join(installed)}, and "
+            f"this engine gets {runner}; uninstall them, or leave speculative_config out"
+        )
+
+
+def refuse_short_prefills(args: "EngineArgs", method: str, num_draft_tokens: int) -> None:
+    """A request with one token left to read takes as many rows as a draft may have.
+
+    vLLM fills it up (0.32 ``Scheduler.schedule``, "pad new decode requests"), and where that many
+    are never scheduled its scheduler waits for ever, or fails.
+
+    Raises:
+        UnsupportedError: A limit that is not above the longest draft.
+    """
+    for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+        found = getattr(args, name, None)
+        if found and found <= num_draft_tokens:
+            raise UnsupportedError(
+                f"{method} with drafts of up to {num_draft_tokens} tokens needs steps of more: "
+                f"found {name}={found}, expected at least {num_draft_tokens + 1}; raise it, or set "
+                f"num_speculative_tokens below {found}"
+            )
 
 
 def refuse_async(args: "EngineArgs", method: str, runner: RunnerChoice) -> None:

@@ -25,7 +25,9 @@ from vllm_spec_ext.engine.starting import scheduling
 from vllm_spec_ext.engine.starting.arrival import Arrival
 from vllm_spec_ext.engine.starting.limits import (
     refuse_async,
+    refuse_installed_processors,
     refuse_processed_logprobs,
+    refuse_short_prefills,
     refuse_unsupported,
     worker_class,
 )
@@ -207,6 +209,9 @@ def build_spec_config(
         engine_args.scheduler_cls = None  # of an earlier engine with these arguments
     runner = choose_runner(engine_args, method, target_parallel_config)
     refuse_async(engine_args, method, runner)
+    refuse_installed_processors(method, runner)
+    if not parsed.vllm_options.get("num_speculative_tokens_per_batch_size"):
+        refuse_short_prefills(engine_args, method, parsed.vllm_options["num_speculative_tokens"])
     late = scheduling.drafts_late(parsed, runner)
     synchronous_because = scheduling.why_synchronous(
         engine_args, target_parallel_config, runner, late=late

@@ -34,6 +34,7 @@ from vllm_spec_ext.engine.v2.model_state import add_trees
 from vllm_spec_ext.engine.v2.rejection import WalkSampler
 from vllm_spec_ext.engine.v2.speculator import HostDraftTokens, HostSpeculator
 from vllm_spec_ext.engine.v2.target_sampler import SpecSamplerMixin, watch_sampler
+from vllm_spec_ext.engine.verifying.stop_tokens import end_at_stop_tokens
 from vllm_spec_ext.engine.watching.stat_channel import put_news
 from vllm_spec_ext.engine.watching.step_log import StepLog
 
@@ -245,12 +246,14 @@ class SpecRunnerV2Mixin:
         if not self.is_warming_up:
             hidden = state.hidden_states
             self.drafter.models.see(hidden, state.aux_hidden_states)
-            if self.drafter.views and self.tree_attention is not None:
+            if self.tree_attention is not None:
                 self.tree_attention.end_step()
             if self.drafter.needs.hidden_states:
                 hidden = hidden[batch.logits_indices]
             drafts = self.step_drafts.make(self.spec_step, new_tokens, hidden, scheduled)
         self._host_draft_tokens.hand_over(batch, drafts, new_tokens, scheduled)
+        if not self.is_async:
+            end_at_stop_tokens(result, self.known)
         return put_news(result, self.drafter.counts)
 
 

@@ -2,7 +2,7 @@
 """The draft nodes of one step, laid out as vLLM lays out its logits; numpy only."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 
@@ -59,6 +59,15 @@ class DraftBatch:
             tokens=self.tokens[first:last],
             node_starts=self.node_starts[start : end + 1] - first,
         )
+
+    def without(self, rows: NDArray[np.bool_]) -> "DraftBatch":
+        """The same with placeholders, which nothing accepts, for some draft tokens.
+
+        Args:
+            rows: [num_rows] of these.
+        """
+        tokens = np.where(np.delete(rows, self.root_rows), -1, self.tokens)
+        return replace(self, tokens=tokens)
 
     @cached_property
     def root_rows(self) -> Int64s:
