@@ -2,12 +2,14 @@
 """The numba settings of compiled loops, for proposers and scorers alike. No vLLM or torch import.
 
 Kernels are serial on purpose: waking a second numba thread can cost milliseconds, far more than
-any search here. numba checks only a kernel's own file when it reads its cache: after editing a
-kernel that others call, touch the callers' files or set ``NUMBA_CACHE_DIR`` to a fresh folder.
+any search here.
 """
 
+import contextlib
+import os
 from collections.abc import Callable, Set
-from typing import TypeVar, overload
+from types import FunctionType
+from typing import Any, TypeVar, cast, overload
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
@@ -41,8 +43,36 @@ def kernel(
             return loop
         settings = {"nogil": True, "fastmath": set(fastmath)}
         try:
-            return numba.njit(cache=True, **settings)(loop)
+            found = numba.njit(cache=True, **settings)(loop)
+            _watch_callees(found, cast("FunctionType", loop))
+            return found
         except RuntimeError:  # no folder for the cache, e.g. a read-only container without a home
             return numba.njit(**settings)(loop)
 
     return compiled if function is None else compiled(function)
+
+
+def _watch_callees(dispatcher: Any, loop: FunctionType) -> None:
+    """Let the machine code on disk be old once a kernel that this one calls has changed.
+
+    numba asks for the date of a kernel's own file alone (0.65 ``IndexDataCacheFile``), though
+    others' code and constants are part of it. Where another numba keeps no such date, that stays.
+    """
+    with contextlib.suppress(AttributeError):
+        file = dispatcher._cache._cache_file
+        file._source_stamp = file._source_stamp, *sorted(_stamps(loop, set()))
+
+
+def _stamps(loop: FunctionType, seen: set[FunctionType]) -> set[str]:
+    """Files of a kernel and of those that it calls, with their dates; and constants by value."""
+    seen.add(loop)
+    status = os.stat(loop.__code__.co_filename)
+    found = {f"{loop.__module__} {status.st_mtime_ns} {status.st_size}"}
+    for name in loop.__code__.co_names:
+        value = loop.__globals__.get(name)
+        callee = getattr(value, "py_func", None)
+        if isinstance(callee, FunctionType):
+            found |= _stamps(callee, seen) if callee not in seen else set()
+        elif isinstance(value, (bool, int, float, str)) or hasattr(value, "dtype"):
+            found.add(f"{loop.__module__} {name} = {value!r}")
+    return found

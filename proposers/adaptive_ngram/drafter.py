@@ -2,15 +2,22 @@
 """The tables and the search behind ``adaptive_ngram``, put together for one engine."""
 
 import logging
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.adaptive_ngram import search as search_module
 from vllm_spec_ext.proposers.adaptive_ngram.learning import Learner
 from vllm_spec_ext.proposers.adaptive_ngram.lookup import BACKOFF, Lookup
-from vllm_spec_ext.proposers.adaptive_ngram.overlay import load_overlay, save_overlay
+from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
+    load_overlay,
+    overlay_copy,
+    write_overlay,
+)
 from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import file_to_read, file_to_save
 from vllm_spec_ext.proposers.adaptive_ngram.search import (
     Results,
@@ -88,6 +95,7 @@ class NgramDrafter:
                 logger.info("vllm-spec-ext: %s is read here, and not saved", path)
         self._saves = settings.overlay_file is not None and engine.may_write_files
         self._last_save = self.learner.shared_clock
+        self._saving: threading.Thread | None = None
         self._prepare(engine.num_speculative_tokens, engine.max_num_seqs, vocab_size)
         self._warm_up()
 
@@ -200,7 +208,8 @@ class NgramDrafter:
                     draft = Draft(
                         found.tokens[row, :count].copy(),
                         found.parents[row, :count].copy(),
-                        path_probs=found.probs[row, :count].copy(),
+                        # The weights of ADED's own code are none, and may exceed 1.
+                        path_probs=np.minimum(found.probs[row, :count], 1.0),
                     )
                     if self.settings.adaptive_length:
                         draft = branches.without_dear_branches(draft, step, self._payoff.acceptance)
@@ -263,13 +272,35 @@ class NgramDrafter:
 
         Nothing where another process of the deployment writes it.
         """
-        if self._saves and self.settings.overlay_file is not None:
-            path = file_to_save(self.settings.overlay_file)
-            save_overlay(path, self.learner.shared, self.fingerprint, self._vocab_size)
+        if self._saving is not None:
+            self._saving.join()
+        if self._saves:
+            self._write(overlay_copy(self.learner.shared))
 
     def _save_when_due(self) -> None:
+        """Between two steps the tables are copied; a disk that is slow holds no request up."""
         every = self.settings.overlay_save_every
         clock = self.learner.shared_clock
-        if self._saves and every and clock - self._last_save >= every:
-            self._last_save = clock
-            self.save()
+        if not self._saves or not every or clock - self._last_save < every:
+            return
+        if self._saving is not None and self._saving.is_alive():
+            return
+        self._last_save = clock
+        self._saving = threading.Thread(
+            target=self._try_to_write,
+            args=(overlay_copy(self.learner.shared),),
+            name="spec-ext-overlay",
+            daemon=True,
+        )
+        self._saving.start()
+
+    def _try_to_write(self, tensors: dict[str, NDArray[Any]]) -> None:
+        try:
+            self._write(tensors)
+        except OSError as error:
+            logger.warning("vllm-spec-ext: the overlay could not be saved: %s", error)
+
+    def _write(self, tensors: dict[str, NDArray[Any]]) -> None:
+        assert self.settings.overlay_file is not None
+        path = file_to_save(self.settings.overlay_file)
+        write_overlay(path, tensors, self.fingerprint, self._vocab_size)

@@ -51,7 +51,8 @@ class AdaptiveNgramOptions(MethodOptions):
     """Longest path in tokens; by default 12 for a tree and no limit for a chain."""
 
     min_confidence: float = Field(default=0.05, ge=0.0, lt=1.0)
-    """Nodes whose path has a lower estimated probability are not drafted."""
+    """Nodes whose path has a lower estimated probability are not drafted. With `adaptive_length`
+    what a node costs decides instead, as soon as it was measured."""
 
     backoff: Literal["mix", "empty", "off"] = "mix"
     """Successors of the last token alone: for the probability that the two-token context leaves

@@ -11,7 +11,7 @@ a slot only raises the generation, which empties all its rows at once.
 import os
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -230,15 +230,26 @@ def save_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: in
         fingerprint: Of the tokenizer whose ids are stored.
         vocab_size: The sentinel in the keys.
     """
-    from safetensors.numpy import save
+    write_overlay(path, overlay_copy(pool), fingerprint, vocab_size)
 
+
+def overlay_copy(pool: OverlayPool) -> dict[str, NDArray[Any]]:
+    """Slot 0 of a pool as it is now."""
     arrays = pool.arrays
-    tensors = {
-        name: np.ascontiguousarray(getattr(arrays, name)[0])
-        for name in ("keys", "stamps", "tokens", "weights")
+    tensors: dict[str, NDArray[Any]] = {
+        name: getattr(arrays, name)[0].copy() for name in ("keys", "stamps", "tokens", "weights")
     }
     tensors["clock"] = arrays.clocks[:1].copy()
     tensors["generation"] = arrays.generations[:1].copy()
+    return tensors
+
+
+def write_overlay(
+    path: Path, tensors: dict[str, NDArray[Any]], fingerprint: str, vocab_size: int
+) -> None:
+    """Write what :func:`overlay_copy` gave; arguments as :func:`save_overlay`."""
+    from safetensors.numpy import save
+
     data = save(
         tensors,
         metadata={
@@ -294,5 +305,7 @@ def load_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: in
             )
     if (tensors["tokens"] < 0).any() or (tensors["tokens"] >= vocab_size).any():
         raise SpecExtError(f"overlay {path}: holds tokens outside the vocabulary. {fix}")
+    if not np.isfinite(tensors["weights"]).all():
+        raise SpecExtError(f"overlay {path}: holds weights that are no numbers. {fix}")
     for name, target in targets.items():
         target[...] = tensors[name]

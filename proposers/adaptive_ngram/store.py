@@ -174,8 +174,10 @@ class NgramStore:
             raise self._damaged(f"order {header.order}, vocabulary {header.vocab_size}")
         if len(arrays.top) != header.vocab_size + 2 or len(arrays.w2) != rows:
             raise self._damaged("the index does not fit the vocabulary or the rows")
-        if len(arrays.off) != rows + 1 or len(arrays.tok) != entries != len(arrays.prob):
+        if len(arrays.off) != rows + 1 or not len(arrays.tok) == len(arrays.prob) == entries:
             raise self._damaged("the numbers of rows and entries do not agree")
+        if len(arrays.uni_tok) != len(arrays.uni_prob):
+            raise self._damaged("the numbers of single tokens do not agree")
         if (
             arrays.top[0] != 0
             or arrays.top[-1] != rows

@@ -75,6 +75,7 @@ class Lookup:
         self._own_text = own_text
         self._max_ngram = max_ngram
         self._texts = RequestTexts()
+        self._keeps_texts = own_text or earlier_answers > 0
         self._nothing = OccurrenceIndex()
         self._answers = AnswerMemories(earlier_answers, max_cache_salts, vocab_size)
         self._numbers = ShareNumbers(max_cache_salts)
@@ -108,7 +109,8 @@ class Lookup:
             is_new = request.num_output_tokens == len(request.new_tokens)
             group = request.share_group if request.options.remember else None
             self._known[name] = _Known(group, request.num_prompt_tokens, is_new)
-        self._texts.of(request)
+        if self._keeps_texts:
+            self._texts.of(request)
         if self._recycles and request.next_tokens is not None:
             self._rows.keep(self._rows_of(name), request.next_tokens)
 
@@ -127,17 +129,17 @@ class Lookup:
             least: Least probability of a path.
             given: Drafts of other sources.
         """
-        text = self._texts.known(request.request_id)
-        assert text is not None
-        size = min(len(text), self._max_ngram)
+        text = self._texts.known(request.request_id) if self._own_text else None
+        end = request.token_ids[-self._max_ngram :]
+        size = len(end)
         buffer = np.empty(size + request.room, np.int32)
-        buffer[:size] = text.tokens[len(text) - size :]
+        buffer[:size] = end
         answers = self._answers.of(request.share_group)
         group = self._rows_of(request.request_id) if self._recycles else -1
         parents, tokens, paths, evidence = self._kernels.grow(
             buffer,
             size,
-            (text if self._own_text else self._nothing).arrays,
+            (self._nothing if text is None else text).arrays,
             (self._nothing if answers is None else answers.index).arrays,
             self._rows.table,
             group,

@@ -21,6 +21,8 @@ from vllm_spec_ext.proposers.growth.tree_drafting import TreeDrafting
 if TYPE_CHECKING:
     from torch import Tensor
 
+_MAY_BE_TIED = "lm_head.weight"  # and left out by one who writes it
+
 
 class OneModelLearns(TreeDrafting):
     """See :class:`vllm_spec_ext.proposers.base.Learns`."""
@@ -62,11 +64,12 @@ class OneModelLearns(TreeDrafting):
         shapes = {name: tuple(value.shape) for name, value in found.items()}
         if self._weight_shapes is None:
             self._weight_shapes = shapes
-        other = [name for name in shapes if shapes[name] != self._weight_shapes.get(name)]
+        names = [*shapes, *(self._weight_shapes.keys() - {_MAY_BE_TIED})]
+        other = [name for name in names if shapes.get(name) != self._weight_shapes.get(name)]
         if other:
             raise SpecExtError(
                 f"the weights in {folder} do not match the draft model: {other[0]} has the shape "
-                f"{shapes[other[0]]}, expected {self._weight_shapes.get(other[0])}"
+                f"{shapes.get(other[0])}, expected {self._weight_shapes.get(other[0])}"
             )
         return found
 

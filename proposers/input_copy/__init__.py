@@ -217,24 +217,25 @@ class InputCopy(BaseProposer):
             kind = _EARLIER + min(earlier.length, 4) - 1
             room = self._limit(kind, earlier.length, request.room, step)
             if room:
-                copy.kind = kind
-                return self._drafted(kind, answers.following(earlier, room))
+                return self._drafted(copy, kind, answers.following(earlier, room))
         if own is not None:
-            copy.kind = _OWN + min(own.length, 3) - 1
-            room = self._limit(copy.kind, own.length, request.room, step)
+            kind = _OWN + min(own.length, 3) - 1
+            room = self._limit(kind, own.length, request.room, step)
             # A repetition shorter than the room repeats itself, as a loop would.
             period = len(output) - own.latest
-            return self._drafted(copy.kind, output[own.latest + np.arange(room) % period])
+            return self._drafted(copy, kind, output[own.latest + np.arange(room) % period])
         if copy.cursor == LOST:
             return EMPTY_DRAFT
-        copy.kind, room = bisect_left(_SOURCE_BOUNDS, copy.num_agreeing), request.room
+        kind, room = bisect_left(_SOURCE_BOUNDS, copy.num_agreeing), request.room
         if copy.guessing:
-            copy.kind = _GUESS
+            kind = _GUESS
             room = room if step.fixed_length else min(room, self.options.realign)
-        room = self._limit(copy.kind, copy.num_agreeing, room, step)
-        return self._drafted(copy.kind, self._sayable(copy, copy.cursor, room))
+        room = self._limit(kind, copy.num_agreeing, room, step)
+        return self._drafted(copy, kind, self._sayable(copy, copy.cursor, room))
 
-    def _drafted(self, kind: int, tokens: IntArray) -> Draft:
+    def _drafted(self, copy: CopyState, kind: int, tokens: IntArray) -> Draft:
+        if len(tokens):  # else the outcome to come is still that of an earlier, shadow draft
+            copy.kind = kind
         return Draft(tokens, path_probs=self._rates.path_probs(kind, len(tokens)))
 
     def _limit(self, kind: int, num_agreeing: int, room: int, step: StepContext) -> int:

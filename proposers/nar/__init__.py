@@ -218,6 +218,8 @@ class Nar(BaseProposer):
             return drawn_chain(request, found, limit, self._vocab_size)
         if copy is not None and len(found.tokens) == self._num_slots:
             shown, behind = np.split(copy.tokens, [self._num_slots])
+            beyond = np.flatnonzero(behind >= self._vocab_size)  # of pictures, in a prompt
+            behind = behind[: beyond[0]] if len(beyond) else behind
             found = with_tail(found, shown, behind, self._tail.probability)
         if self._options.tree:
             return self._tree(found.log_probs, found.tokens, request.room, limit)

@@ -7,6 +7,7 @@ last two tokens. Appending costs O(1) a token. The tables take 60 to 110 bytes f
 that there is room for, and the room doubles when it is spent.
 """
 
+import secrets
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ class Match(NamedTuple):
     """The longest suffix that occurred before, and where."""
 
     length: int  # tokens that agree, 0 = none
-    num_places: int  # occurrences of that length; counting may stop at 2 once the answer is settled
+    num_places: int  # occurrences of that length; counting may stop at 2 where it is settled
     latest: int  # index just behind the last occurrence
     following: int  # index just behind the first occurrence after the hint, or -1
 
@@ -88,8 +89,9 @@ class OccurrenceIndex:
             suffix: [m] int32 tokens, the newest last.
             max_ngram: Longest length that is compared.
             hint: `following` is the first continuation behind this index.
-            need_all: Visit every occurrence, so that `count` and `following` are exact; without
-                it the walk ends once two occurrences of the greatest length are known.
+            need_all: Look for the first continuation behind the hint; without it the walk ends
+                once two occurrences of the greatest length are known. Of the places that agree in
+                the last two tokens the latest 4,096 are compared either way.
             own: The suffix is the end of the index itself; that occurrence does not count.
         """
         end = self._size - 1 if own else self._size
@@ -111,7 +113,8 @@ class OccurrenceIndex:
         self._tokens: Int32s = np.empty(capacity, np.int32)
         self._previous: Int32s = np.empty((2, capacity), np.int32)
         self._keys: Int64s = np.full((2, slots), self._kernels.EMPTY_KEY, np.int64)
-        self._heads: Int32s = np.empty((2, slots), np.int32)
+        self._heads: Int32s = np.empty((2, slots + 1), np.int32)
+        self._heads[:, -1] = secrets.randbits(31)  # see occurrence_kernels._slot
 
 
 def warm_up() -> None:

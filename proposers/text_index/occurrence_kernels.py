@@ -13,16 +13,22 @@ from vllm_spec_ext.compiled import kernel
 
 NO_POSITION = -1
 EMPTY_KEY = np.int64(-1)
-_MOST_VISITED = 256  # places that are compared for a match
+_MOST_VISITED = 256  # places that are compared for the latest ones
+_MOST_COMPARED = 4096  # places that are compared for the longest match; some 50 us
 _HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
 
 
 @kernel
-def _slot(keys, key):  # type: ignore[no-untyped-def]
-    """Slot of a key, or the free slot where it belongs. keys: [power of two] int64."""
+def _slot(keys, heads, key):  # type: ignore[no-untyped-def]
+    """Slot of a key, or the free slot where it belongs.
+
+    keys: [power of two] int64. heads: one longer, its last the salt of the hash: who writes a
+    prompt does not know which keys collide.
+    """
     mask = keys.size - 1
-    hashed = (np.uint64(key) * _HASH_MULTIPLIER) >> np.uint64(20)
-    slot = np.int64(hashed) & mask
+    hashed = (np.uint64(key) ^ (np.uint64(heads[keys.size]) << np.uint64(21))) * _HASH_MULTIPLIER
+    hashed = (hashed ^ (hashed >> np.uint64(32))) * _HASH_MULTIPLIER
+    slot = np.int64(hashed >> np.uint64(32)) & mask
     while keys[slot] != EMPTY_KEY and keys[slot] != key:
         slot = (slot + 1) & mask
     return slot
@@ -39,7 +45,7 @@ def link(tokens, start, end, previous, keys, heads):  # type: ignore[no-untyped-
                     previous[1, 0] = NO_POSITION
                     break
                 key |= np.int64(tokens[i - 1] + 1) << 32
-            slot = _slot(keys[order], key)
+            slot = _slot(keys[order], heads[order], key)
             previous[order, i] = NO_POSITION
             if keys[order, slot] == key:
                 previous[order, i] = heads[order, slot]
@@ -73,12 +79,14 @@ def longest(  # type: ignore[no-untyped-def]
             if limit < 2:
                 continue
             key |= np.int64(suffix[size - 2] + 1) << 32
-        slot = _slot(keys[order], key)
+        slot = _slot(keys[order], heads[order], key)
         if keys[order, slot] != key:
             continue
         i = heads[order, slot]
-        while i != NO_POSITION:
+        compared = 0
+        while i != NO_POSITION and compared < _MOST_COMPARED:
             if i < end:
+                compared += 1
                 agree = _agreeing(tokens, i, suffix, limit, order + 1)
                 if agree > length:
                     length, count, latest, following = agree, 0, i + 1, NO_POSITION
@@ -87,7 +95,7 @@ def longest(  # type: ignore[no-untyped-def]
                     if i + 1 > hint:
                         following = i + 1
                     # Nothing longer can come, and an earlier place does not change the answer.
-                    if length == limit and count == 2 and not need_all:
+                    if length == limit and count >= 2 and (not need_all or i + 1 <= hint):
                         return length, count, latest, following
             i = previous[order, i]
         if length:
@@ -117,7 +125,7 @@ def latest_places(suffix, size, index, own, found):  # type: ignore[no-untyped-d
             if size < 2:
                 continue
             key |= np.int64(suffix[size - 2] + 1) << 32
-        slot = _slot(keys[order], key)
+        slot = _slot(keys[order], heads[order], key)
         if keys[order, slot] != key:
             continue
         i = heads[order, slot]

@@ -4,6 +4,8 @@
 from vllm_spec_ext.proposers.base import RequestStep
 from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex
 
+_ROOM = 512  # tokens of an answer before the index is made anew, twice as large
+
 
 class RequestTexts:
     """One index a request, of its prompt and output."""
@@ -21,7 +23,7 @@ class RequestTexts:
         text = self._texts.get(request.request_id)
         # vLLM takes tokens back where a session's input goes on; then the index starts again.
         if text is None or len(text) > len(tokens) or text.tokens[-1] != tokens[len(text) - 1]:
-            text = self._texts[request.request_id] = OccurrenceIndex(len(tokens))
+            text = self._texts[request.request_id] = OccurrenceIndex(len(tokens) + _ROOM)
         text.append(tokens[len(text) :])
         return text
 

@@ -84,3 +84,20 @@ def test_settings_of_one_kernel_reach_numba() -> None:
     loops: list[Any] = [kernel(total), kernel(fastmath={"reassoc"})(total)]
     assert [loop.targetoptions["fastmath"] for loop in loops] == [set(), {"reassoc"}]
     assert all(loop.targetoptions["nogil"] for loop in loops)
+
+
+def test_a_kernel_is_compiled_anew_when_one_that_it_calls_has_changed(tmp_path: Path) -> None:
+    """As after an update of a checkout, in which the caller's own file stays as it was."""
+    pytest.importorskip("numba")
+    inner = tmp_path / "inner.py"
+    imports = "from vllm_spec_ext.compiled import kernel\n"
+    inner.write_text(f"{imports}ADDED = 1\n\n@kernel\ndef added(x):\n    return x + ADDED\n")
+    (tmp_path / "outer.py").write_text(
+        f"{imports}from inner import added\n\n@kernel\ndef twice(x):\n    return 2 * added(x)\n"
+    )
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import outer; print(outer.twice(5))"
+    hits = code + "; print(sum(outer.twice.stats.cache_hits.values()))"
+    assert run_python(hits).stdout.split() == ["12", "0"]
+    assert run_python(hits).stdout.split() == ["12", "1"]
+    inner.write_text(inner.read_text().replace("ADDED = 1", "ADDED = 10"))
+    assert run_python(hits).stdout.split() == ["30", "0"]

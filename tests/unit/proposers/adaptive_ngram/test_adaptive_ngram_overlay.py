@@ -219,6 +219,10 @@ def test_save_and_load(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(SpecExtError, match="cannot read"):
         load_overlay(path, other, "sha256:a", V)
+    pool.arrays.weights[0, 0, 0] = np.inf
+    save_overlay(path, pool, "sha256:a", V)
+    with pytest.raises(SpecExtError, match="weights that are no numbers"):
+        load_overlay(path, other, "sha256:a", V)
 
 
 def saved(path: Path, tokens: list[int], buckets: int = 64, fingerprint: str = "sha256:a") -> Path:

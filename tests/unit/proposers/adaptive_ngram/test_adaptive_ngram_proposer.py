@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from vllm_spec_ext.cli import simulate as simulate_module
 from vllm_spec_ext.cli.corpus import corpus_app, parse_bytes
 from vllm_spec_ext.cli.simulate import make_points, parse_grid, read_recordings, simulate
+from vllm_spec_ext.engine.drafting.barrier import draft_problem
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.options import RequestOptions, parse_options
 from vllm_spec_ext.parsed_method import parse_method
@@ -137,6 +138,16 @@ def test_deterministic(options: dict[str, Any]) -> None:
             check_draft(draft, 8, V)
 
 
+def test_weights_of_the_reference_are_no_probabilities_above_one() -> None:
+    """The engine refuses such drafts."""
+    proposer = started(preset="aded_reference")
+    text = REPEATING * 8
+    drafts = [proposer.propose(StepContext([request("a", text[:n])]))[0] for n in range(9, 60)]
+    assert sum(map(len, drafts)) > 50
+    for draft in drafts:
+        assert draft_problem(draft, V) is None
+
+
 def test_neighbours_do_not_matter_to_request_overlays() -> None:
     alone, together = started(), started()
     tokens = np.random.default_rng(3).integers(0, 6, 60).tolist()
@@ -196,6 +207,7 @@ def test_shared_overlay_survives_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "overlay.safetensors"
     first = started(overlay="shared", overlay_file=str(path), overlay_save_every=1)
     first.propose(StepContext([request("a", REPEATING)]))
+    first.close()
     assert path.exists()
     second = started(overlay="shared", overlay_file=str(path))
     draft = second.propose(StepContext([request("b", [1, 2], room=2)]))[0]

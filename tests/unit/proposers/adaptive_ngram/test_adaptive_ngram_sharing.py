@@ -2,6 +2,7 @@
 """Shared overlays hold one share group each, and the file holds what may be in it."""
 
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import RequestOptions
-from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
+from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram, drafter
 from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings
 from vllm_spec_ext.proposers.adaptive_ngram.shared_overlays import SharedOverlays
@@ -141,6 +142,8 @@ def test_one_process_of_a_deployment_writes_the_file(
     options: dict[str, Any] = {"overlay_file": str(path), "overlay_save_every": 1}
     first = started(**options)
     drafts(first, request("u", UNSALTED, 10))
+    assert first.drafter._saving is not None
+    first.drafter._saving.join()
     saved = path.read_bytes()
     with caplog.at_level(logging.INFO, "vllm.spec_ext"):
         second = started(replace(ENGINE, may_write_files=False), **options)
@@ -168,3 +171,32 @@ def test_a_server_whose_requests_share_nothing(
     assert "requests with a cache_salt alone" in record.getMessage()
     with pytest.raises(SpecExtError, match=r'overlay_file .* "share_unsalted": true'):
         AdaptiveNgram.check(saved, alone)
+
+
+def test_a_slow_disk_holds_no_step_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One file is written at a time, of the tables as they were; the last when the engine ends."""
+    path, goes_on = tmp_path / "overlay.safetensors", threading.Event()
+    write = drafter.write_overlay
+    written: list[str] = []
+
+    def slow(*given: Any) -> None:
+        goes_on.wait(20)
+        if not written:
+            written.append("failed")
+            raise OSError("no space left")
+        write(*given)
+        written.append(path.name)
+
+    monkeypatch.setattr(drafter, "write_overlay", slow)
+    proposer = started(overlay_file=str(path), overlay_save_every=1)
+    for last in (10, 11, 12):
+        drafts(proposer, request(f"request {last}", UNSALTED, last))
+    assert not written
+    goes_on.set()
+    proposer.close()
+    assert written == ["failed", path.name]
+    assert "no space left" in caplog.text
+    again = started(overlay_file=str(path))
+    assert drafts(again, request("x", UNSALTED)) == drafts(proposer, request("y", UNSALTED))

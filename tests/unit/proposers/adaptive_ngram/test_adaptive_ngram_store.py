@@ -148,6 +148,15 @@ def test_refuses_damage(tmp_path: Path) -> None:
         NgramStore(tmp_path / "missing")
 
 
+@pytest.mark.parametrize("name", ["tok", "prob", "uni_tok", "uni_prob"])
+def test_refuses_tables_of_different_lengths(name: str, tmp_path: Path) -> None:
+    """As a file of other code might have, whose checksums are right."""
+    store = build(tmp_path, [[1, 2, 3, 1, 2, 3, 1, 2, 3]])
+    store.arrays = store.arrays._replace(**{name: getattr(store.arrays, name)[:-1]})
+    with pytest.raises(SpecExtError, match="do not agree"):
+        store._check()
+
+
 def test_empty_corpus_leaves_an_older_store_alone(tmp_path: Path) -> None:
     build(tmp_path, [[1, 2, 3, 1, 2, 3]])
     with pytest.raises(SpecExtError, match="empty"):

@@ -14,6 +14,7 @@ from vllm_spec_ext.proposers.base import (
     RequestFacts,
     RequestStep,
     StepContext,
+    StepOutcome,
 )
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.proposers.input_copy.chat_markers import find_chat_markers
@@ -463,3 +464,18 @@ def test_replay_shows_what_sharing_gains() -> None:
     # The second request ends in its first step, whose tokens are read all the same: the third one
     # finds them in the latest answer that opened alike.
     assert steps == [7 + 1 + 1, 7 * 3]
+
+
+def test_the_outcome_of_an_earlier_draft_is_not_told_of_an_empty_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft that is not verified is followed for a few steps, in which others may be empty."""
+    session = Session(SOURCE)
+    assert session.say(10) == SOURCE[1:]
+    told: list[int] = []
+    monkeypatch.setattr(session.proposer._rates, "observe", lambda kind, *_: told.append(kind))
+    outcome = StepOutcome("r", 7, 7, tuple(range(7)))
+    session.proposer.observe([outcome])
+    assert session.say(*SOURCE[1:]) == []  # many tokens agree now: a draft of another kind
+    session.proposer.observe([outcome])
+    assert told[0] == told[1]

@@ -227,6 +227,16 @@ def test_a_copy_that_fills_the_block_goes_on_behind_it(tree: bool) -> None:
     assert len(proposer._tail) == 0
 
 
+def test_a_copy_ends_where_the_target_cannot_say_it() -> None:
+    """Ids beyond its vocabulary stand for pictures in a prompt."""
+    text = [1, 3, 5, 8, 9, 8, 7, 1, 4, VOCAB + 5, 2, 1, 3, 5, 8, 9]
+    tokens = np.array(text, np.int32)
+    drafter = StandIn(FACTS, SHOWN, [[[0.3, 0.6]], [[0.8, 0.1]], [[0.9, 0.05]]])
+    request = RequestStep("a", tokens, 2, [9], 8)
+    (draft,) = started(drafter, candidates=2).propose(StepContext([request]))
+    assert draft.tokens.tolist() == [8, 7, 1, 4]
+
+
 def test_a_chain_that_leaves_the_copy_ends_with_the_block() -> None:
     drafter = StandIn(FACTS, SHOWN, [[[0.3, 0.6]], [[0.8, 0.1]], [[0.05, 0.9]]])
     (draft,) = started(drafter, candidates=2).propose(StepContext([COPIED]))

@@ -102,3 +102,9 @@ def test_it_asks_the_engine_for_the_rows() -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(SpecExtError, match="contexts"):
         started(contexts=0)
+
+
+def test_texts_are_not_kept_for_a_method_that_does_not_look_into_them() -> None:
+    method = started()
+    drafted(method, [9, 20, 21], rows((20, 21), first=40))
+    assert len(method._lookup._texts) == 0

@@ -34,7 +34,9 @@ def test_longest_match_in_other_tokens(
     index = OccurrenceIndex()
     index.append(ids(tokens))
     found = index.longest(ids(suffix), max_ngram, hint=hint, need_all=True)
-    assert found == by_hand(tokens, suffix, max_ngram, hint, own=False)
+    expected = by_hand(tokens, suffix, max_ngram, hint, own=False)
+    assert found._replace(num_places=0) == expected._replace(num_places=0)
+    assert min(found.num_places, 2) == min(expected.num_places, 2)
 
 
 @given(st.lists(tokens_lists, max_size=6), st.integers(1, 20))
@@ -88,3 +90,34 @@ def test_empty_index_and_empty_suffix() -> None:
     assert index.longest(ids([]), 4, own=True).length == 0
     index.append(ids([1]))
     assert index.longest(ids([1]), 4, own=True).length == 0
+
+
+def longest_run_of_slots(index: OccurrenceIndex) -> int:
+    """Of pairs, without a free one between them: what a look-up may have to walk through."""
+    taken = index._keys[1] != -1
+    ends = np.flatnonzero(np.diff(np.concatenate([[0], taken.astype(np.int8), [0]])))
+    return int(np.diff(ends)[::2].max())
+
+
+def test_texts_whose_pairs_look_alike_do_not_collide() -> None:
+    """Tables of numbers have the same tokens between them; others are made up to collide."""
+    numbers = np.arange(1500)
+    for step in (1, 32, 4096, 2**20):
+        index = OccurrenceIndex()
+        index.append(np.stack([numbers * step + 7, np.full(1500, 5)], axis=1).ravel().astype("i4"))
+        assert longest_run_of_slots(index) < 100
+    again = OccurrenceIndex()
+    again.append(index.tokens)
+    assert (again._keys != index._keys).any(), "what collides cannot be foreseen"
+
+
+def test_a_lookup_ends_in_a_long_text_that_repeats_itself() -> None:
+    """What lies behind thousands of nearer places is not found; the nearest are."""
+    near = np.tile(ids([3, 1, 2]), 5000)
+    index = OccurrenceIndex()
+    index.append(np.concatenate([ids([8, 1, 2]), near]))
+    found = index.longest(ids([8, 1, 2]), 16, need_all=True)
+    assert (found.length, found.num_places) == (2, 4096)
+    assert found.latest == len(index)
+    found = index.longest(ids([3, 1, 2]), 3, hint=len(index) - 10, need_all=True)
+    assert (found.length, found.latest, found.following) == (3, len(index), len(index) - 9)
