@@ -4,6 +4,7 @@
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,29 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Move a folder into the place of another, which is deleted once that is done.
+
+    Args:
+        new: On the same file system.
+        folder: No link, and no mount point; may not be there.
+
+    Raises:
+        OSError: Both are as before.
+    """
+    former = folder.with_name(f".{folder.name}.former")
+    shutil.rmtree(former, ignore_errors=True)
+    if folder.exists():
+        folder.rename(former)
+    try:
+        new.rename(folder)
+    except OSError:
+        if former.exists():
+            former.rename(folder)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -50,6 +50,11 @@ class Split:
     train: NDArray[np.int64]
     held_out: NDArray[np.int64]
 
+    def some_to_train(self, count: int, seed: int) -> NDArray[np.int64]:
+        """Sequences of the whole data, ascending: files of prompts lie one behind the other."""
+        drawn = np.random.default_rng([seed, 5]).permutation(self.train)[:count]
+        return np.sort(drawn)
+
 
 def used_lengths(data: TokenData, max_length: int) -> NDArray[np.int64]:
     """[len(data)] tokens of each sequence that are used."""
@@ -59,8 +64,8 @@ def used_lengths(data: TokenData, max_length: int) -> NDArray[np.int64]:
 def split_data(data: TokenData, max_length: int, num_held_out: int, seed: int) -> Split:
     """Put some sequences aside, at most a tenth of those long enough to learn from.
 
-    All copies of a text are on the same side, or held-out text would be text known by heart; it is
-    the different texts that are counted.
+    All answers to a prompt are on the same side, or held-out text would be known by heart, and all
+    copies of a text without one; it is the different ones that are counted.
 
     Raises:
         SpecExtError: Fewer than two different sequences have two tokens after their prompt.
@@ -69,11 +74,11 @@ def split_data(data: TokenData, max_length: int, num_held_out: int, seed: int) -
     first_copy: dict[bytes, int] = {}
     originals = np.array(
         [
-            first_copy.setdefault(_text_hash(data.sequence(number)[:max_length]), number)
+            first_copy.setdefault(_hash(_told_apart_by(data, number, max_length)), number)
             for number in usable.tolist()
         ],
         np.int64,
-    )  # [len(usable)] the first sequence with the same text
+    )  # [len(usable)] the first sequence with the same prompt, or text
     texts = np.unique(originals)
     if len(texts) < 2:
         raise SpecExtError(
@@ -87,7 +92,13 @@ def split_data(data: TokenData, max_length: int, num_held_out: int, seed: int) -
     return Split(train=usable[~aside], held_out=usable[aside])
 
 
-def _text_hash(token_ids: NDArray[np.int32]) -> bytes:
+def _told_apart_by(data: TokenData, number: int, max_length: int) -> NDArray[np.int32]:
+    """Its prompt; of text without one, which begins with its first token, all that is used."""
+    prompt = int(data.prompt_lengths[number])
+    return data.sequence(number)[: prompt if prompt > 1 else max_length]
+
+
+def _hash(token_ids: NDArray[np.int32]) -> bytes:
     return hashlib.blake2b(token_ids.tobytes(), digest_size=16).digest()
 
 

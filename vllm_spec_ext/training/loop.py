@@ -114,7 +114,7 @@ def run_loop(
             # In the middle of a step the weights are half updated: the last saved state stands.
             if finished_step:
                 save_state(task, folder, identity, step)
-                report(f"stopped; step {step} is saved, the same command goes on from there")
+                report(f"stopped; step {step} is saved; --resume auto, the default, goes on there")
             raise
     boards.close()
 
@@ -168,7 +168,9 @@ def restore(task: Task, folder: Path, identity: dict[str, Any], resume: str) -> 
     """
     path = folder / STATE_NAME
     check_resume(folder, resume)
-    if resume == "restart" or not path.exists():
+    if resume == "restart":  # a run that ends before it saves must not go on from this one's
+        path.unlink(missing_ok=True)
+    if not path.exists():
         return 0
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
@@ -135,6 +136,12 @@ def train(config: Training, task: DraftTask, report: Report, free_to_change: Set
             f"{unused} of {len(task.data)} sequences are not used: less than two tokens after "
             f"their prompt within --max-length {config.max_length}"
         )
+    lost = cut_off(task.data, config.max_length)
+    if lost > 0.01:
+        report(
+            f"--max-length {config.max_length} cuts off {lost:.0%} of the answers' tokens; raise "
+            "it, or give shorter prompts or --max-new-tokens"
+        )
     loop = LoopSettings(
         total_steps=task.total_steps,
         warmup_steps=int(task.total_steps * config.warmup),
@@ -147,6 +154,14 @@ def train(config: Training, task: DraftTask, report: Report, free_to_change: Set
     step = restore(task, folder, identity, config.resume)
     record_command(folder, task.target.device, settings, task.data.manifest)
     run_loop(task, loop, folder, identity, step=step, report=report)
+
+
+def cut_off(data: TokenData, max_length: int) -> float:
+    """Share of the tokens behind the prompts that is not used."""
+    lengths = np.diff(data.offsets)
+    behind = lengths - data.prompt_lengths
+    used = np.clip(np.minimum(lengths, max_length) - data.prompt_lengths, 0, None)
+    return float(1.0 - used.sum() / max(1, behind.sum()))
 
 
 def check_folders(*folders: Path) -> None:

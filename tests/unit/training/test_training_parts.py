@@ -15,13 +15,15 @@ import torch
 from torch.nn import functional
 
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
-from vllm_spec_ext.training.atomic import DiskFullError, write_bytes
-from vllm_spec_ext.training.batches import IGNORED, BatchPlan, make_batch, split_data
+from vllm_spec_ext.training.atomic import DiskFullError, replace_folder, write_bytes
+from vllm_spec_ext.training.batches import IGNORED, BatchPlan, Split, make_batch, split_data
 from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
 from vllm_spec_ext.training.distill import request_seeds
+from vllm_spec_ext.training.draft.checkpoint import check_replaceable
 from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.flags import parse_command_line
+from vllm_spec_ext.training.loop import STATE_NAME, restore
 from vllm_spec_ext.training.prompts import read_prompts
 from vllm_spec_ext.training.record_states import RecordOptions, RecordStates, collect
 from vllm_spec_ext.training.shards import (
@@ -32,6 +34,7 @@ from vllm_spec_ext.training.shards import (
     shard_path,
     write_shard,
 )
+from vllm_spec_ext.training.stages import cut_off
 from vllm_spec_ext.training.target import Target
 from vllm_spec_ext.training.text_copies import TextCopies
 
@@ -242,6 +245,58 @@ def test_copies_of_a_text_are_on_one_side() -> None:
         split_data(same, 100, 3, 4)
 
 
+def test_answers_to_one_prompt_are_on_one_side() -> None:
+    """They differ where they are drawn, and may begin with the same words."""
+    texts = make_data([9] * 40, [4] * 40)
+    ids = texts.token_ids.copy().reshape(40, 9)
+    ids[:, :4] = np.repeat(np.arange(8), 5)[:, None]
+    data = TokenData(texts.folder, {}, ids.ravel(), texts.offsets, texts.prompt_lengths)
+    split = split_data(data, 100, num_held_out=3, seed=4)
+    assert len(split.held_out) == 5
+    assert {*ids[split.held_out, 0]}.isdisjoint(ids[split.train, 0])
+
+
+def test_some_texts_are_of_all_files() -> None:
+    split = Split(np.arange(0, 2000, 2), np.arange(1, 9, 2))
+    some = split.some_to_train(32, seed=1)
+    assert len({*some.tolist()}) == 32
+    assert {*some.tolist()} <= {*split.train.tolist()}
+    assert some.tolist() == sorted(some.tolist()) == split.some_to_train(32, seed=1).tolist()
+    assert 5 < (some < 1000).sum() < 27
+    assert split.some_to_train(5000, seed=1).tolist() == split.train.tolist()
+
+
+def test_what_the_greatest_length_cuts_off_is_counted() -> None:
+    data = make_data([10, 30, 8], [4, 8, 8])
+    assert cut_off(data, 100) == 0.0
+    assert cut_off(data, 20) == pytest.approx(10 / 28)
+    assert cut_off(data, 6) == pytest.approx(26 / 28)
+
+
+def test_a_folder_takes_the_place_of_another_or_nothing_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(name: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "words").write_text(name)
+        return folder
+
+    folder = tmp_path / "out"
+    replace_folder(make("first"), folder)
+    assert (folder / "words").read_text() == "first"
+    with pytest.raises(FileNotFoundError):
+        replace_folder(tmp_path / "missing", folder)
+    assert (folder / "words").read_text() == "first"
+    replace_folder(make("second"), folder)
+    assert (folder / "words").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    check_replaceable(tmp_path / "new")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "new")
+    with pytest.raises(SpecExtError, match=r"mount point.*--out .*new/draft"):
+        check_replaceable(tmp_path / "new")
+
+
 def test_recordings_are_complete_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,3 +456,11 @@ def test_prompts_that_are_alike_get_seeds_that_are_not() -> None:
     assert seeds == request_seeds(5, same)  # when a run is resumed
     assert not set(seeds) & set(request_seeds(5, [*same, [4]]))  # of another shard
     assert not set(seeds) & set(request_seeds(6, same))
+
+
+def test_what_is_started_over_leaves_nothing_to_go_on_from(tmp_path: Path) -> None:
+    """Not even if it ends before it has saved anything."""
+    state = tmp_path / STATE_NAME
+    state.write_bytes(b"diverged")
+    assert restore(None, tmp_path, {}, "restart") == 0  # type: ignore[arg-type]
+    assert not state.exists()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise.heads import load_heads
-from vllm_spec_ext.training.atomic import disk_full_named, write_json
+from vllm_spec_ext.training.atomic import disk_full_named, replace_folder, write_json
 from vllm_spec_ext.training.blockwise.checkpoint import save_heads
 from vllm_spec_ext.training.blockwise.evaluate import HeadFigures
 from vllm_spec_ext.training.blockwise.heads_task import HeadsTask
@@ -70,8 +70,7 @@ def _save_target(config: BlockwiseTraining, task: HeadsTask, report: Report) -> 
             task.target.model.save_pretrained(partial)
             with contextlib.suppress(SpecExtError):
                 load_tokenizer(config.model).save_pretrained(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
+        replace_folder(partial, final)
     finally:  # half a model only takes the space that is missing
         shutil.rmtree(partial, ignore_errors=True)
     report(

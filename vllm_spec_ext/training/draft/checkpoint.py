@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import disk_full_named, write_bytes, write_json
+from vllm_spec_ext.training.atomic import (
+    disk_full_named,
+    replace_folder,
+    write_bytes,
+    write_json,
+)
 from vllm_spec_ext.training.draft.cut_tokenizer import cut_tokenizer
 from vllm_spec_ext.training.draft.evaluate import DraftFigures
 
@@ -46,6 +51,7 @@ def save_draft(
         DiskFullError: The former folder stands.
     """
     check_replaceable(folder)
+    folder = folder.resolve()  # what a link leads to is replaced, and not the link
     saved = copy.deepcopy(model).to("cpu", _DTYPES[dtype])
     for name, value in saved.named_parameters():
         if not bool(torch.isfinite(value).all()):
@@ -66,15 +72,22 @@ def save_draft(
             write_json(partial / FACTS_NAME, {**facts, "figures": figures.as_dict()})
             write_bytes(partial / "README.md", model_card(facts, figures, vocab).encode())
             size = sum(file.stat().st_size for file in partial.iterdir())
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        replace_folder(partial, folder)
     finally:  # half a model only takes the space that is missing
         shutil.rmtree(partial, ignore_errors=True)
     return size
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise SpecExtError for a folder with files that no run of this trainer wrote."""
+    """Raise SpecExtError for a folder with files that no run of this trainer wrote.
+
+    And for one that no folder can take the place of.
+    """
+    if folder.is_mount():
+        raise SpecExtError(
+            f"{folder} is a mount point, which no other folder can replace; give one within it, "
+            f"for example --out {folder / 'draft'}"
+        )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / FACTS_NAME).is_file():
         raise SpecExtError(
             f"{folder} is not empty and holds no {FACTS_NAME}, so it is no draft of an earlier "

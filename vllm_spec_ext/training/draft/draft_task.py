@@ -175,7 +175,7 @@ class DraftModelTask:
     def _fit(self) -> None:
         """Fit the last layer; where nothing is cut there is nothing to gain."""
         size = self.config.batch_size
-        some = self.split.train[: self.config.fit]
+        some = self.split.some_to_train(self.config.fit, self.config.seed)
         parts = [some[start : start + size] for start in range(0, len(some), size)]
         if len(parts) < 2:
             return
@@ -280,9 +280,8 @@ class DraftModelTask:
 
     def _calibrate(self) -> None:
         """Pass some training texts through the target, one by one: padding would count as text."""
-        for place in range(min(_CALIBRATION_TEXTS, len(self.split.train))):
-            one = self.split.train[place : place + 1]
-            batch = make_batch(self.data, one, 0, self.config.max_length)
+        for number in self.split.some_to_train(_CALIBRATION_TEXTS, self.config.seed):
+            batch = make_batch(self.data, np.array([number]), 0, self.config.max_length)
             device = self.target.device
             self.target.hidden(batch.token_ids.to(device), batch.mask.to(device))
 

@@ -274,7 +274,7 @@ class NarTask:
         return contextlib.nullcontext()
 
     def _set_first_weights(self) -> None:
-        chosen = self.split.train[:_SCALE_TEXTS]
+        chosen = self.split.some_to_train(_SCALE_TEXTS, self.config.seed)
         batch = replace(self.plan, sequences=chosen, batch_size=len(chosen)).batch(0)
         with torch.no_grad():
             states = context_states(self.states, batch, self.target.device)
