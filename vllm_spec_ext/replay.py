@@ -32,7 +32,13 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
-from vllm_spec_ext.proposers.draft_tree import agreeing_path, node_depths, parents_of, tree_problem
+from vllm_spec_ext.proposers.draft_tree import (
+    agreeing_path,
+    is_branching,
+    node_depths,
+    parents_of,
+    tree_problem,
+)
 
 Row = tuple[int, ...]
 """A row of logits: the number of tokens of the recorded text that lead to it, then the tokens of a
@@ -104,6 +110,8 @@ class ReplayResult:
     num_drafted: int = 0
     num_empty: int = 0
     """Steps without a draft."""
+    num_branching: int = 0
+    """Steps whose draft was a tree."""
     accepted_at_depth: list[int] = field(default_factory=list)
     """Number of steps that accepted more than ``d`` draft tokens, for d = 0, 1, …"""
     drafted_at_depth: list[int] = field(default_factory=list)
@@ -298,6 +306,7 @@ def _advance(request: _Running, draft: Draft, result: ReplayResult) -> StepOutco
     result.num_tokens += request.new
     result.num_drafted += len(draft)
     result.num_empty += not len(draft)
+    result.num_branching += is_branching(parents)
     deepest = max(node_depths(parents), default=-1) + 1
     while len(result.drafted_at_depth) < deepest:
         result.drafted_at_depth.append(0)

@@ -147,6 +147,10 @@ def test_recordings_with_what_was_foreseen_are_read_from_files(tmp_path: Path) -
     path.write_text(json.dumps(row))
     (found,) = simulate.read_recordings(path, None)
     assert found.foreseen == {(2,): ([4, 7], [0.9, 0.1]), (2, 6, 1): ([4, 7], [0.8, 0.1])}
+    assert simulate._vocab_size([found], None) == 8  # of the tokens that were foreseen
+    (point,) = simulate.make_points("recycling", [{}])
+    with pytest.raises(SpecExtError, match=r"found 2 next tokens in a row, recycling needs 8"):
+        simulate.start("recycling", point, [found], None, "", 1)
     for wrong in (
         [[2, [4], [0.9]]],
         [[2, ["x"], [4], [0.9]]],

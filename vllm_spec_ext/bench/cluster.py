@@ -61,12 +61,15 @@ class Costs:
         Raises:
             SpecExtError: It holds something else, or no such method.
         """
-        times = StepTimes.read(path)
+        StepTimes.read(path)
         try:
             rows = json.loads(path.read_text(encoding="utf-8"))["gains"]
             found: dict[str, dict[int, tuple[float, float, float]]] = {}
+            branching = set()
             for row in rows:
                 drafts = found.setdefault(str(row["method"]), {})
+                if row.get("branches"):
+                    branching.add(str(row["method"]))
                 drafts[int(row["batch"])] = (
                     float(row["tokens_per_step"]),
                     float(row["nodes_per_step"]),
@@ -83,6 +86,7 @@ class Costs:
                 f"{path}: found {method!r}, expected one of its methods: {', '.join(found)}; name "
                 "it with --method"
             )
+        times = StepTimes.read(path, branches=method in branching)
         row_of_one = times.table[min(times.table)]
         most = max(row_of_one)
         slope = (row_of_one[most] - row_of_one[0]) / most if most else row_of_one[0]
@@ -304,7 +308,7 @@ def read_trace(path: Path) -> list[Arrival]:
     arrivals = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise SpecExtError(f"cannot read {path}: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():

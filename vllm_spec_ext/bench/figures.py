@@ -123,6 +123,16 @@ def require_matplotlib() -> None:
         )
 
 
+def check_format(file: Path) -> None:
+    """Raise SpecExtError for a figure that :func:`write` could not save; as require_matplotlib."""
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if file.suffix[1:].lower() not in known:
+        raise SpecExtError(f"{file}: found the ending {file.suffix!r}, expected {', '.join(known)}")
+
+
 def subplots(columns: int, height: float) -> tuple[Any, Sequence[Any]]:
     """A figure and its axes, side by side; for no screen. Raises as :func:`require_matplotlib`."""
     require_matplotlib()

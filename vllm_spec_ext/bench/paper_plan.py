@@ -141,7 +141,7 @@ def break_even(
         if context > LONGEST or not machine.fits(cascade, batch_size, below):
             return None
     if not below:
-        return SHORTEST
+        return SHORTEST if machine.fits(cascade, batch_size, SHORTEST) else None
     for _ in range(_STEPS_TO_BREAK_EVEN):
         middle = (below + context) // 2
         below, context = (below, middle) if pays(middle) else (middle, context)

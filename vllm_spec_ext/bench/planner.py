@@ -29,14 +29,21 @@ class StepTimes:
     table: Mapping[int, Mapping[int, float]]  # batch size -> nodes a request -> seconds
 
     @classmethod
-    def read(cls, path: Path) -> "StepTimes":
+    def read(cls, path: Path, *, branches: bool = False) -> "StepTimes":
         """From what ``plan --json`` wrote.
+
+        Args:
+            path: The file.
+            branches: Of steps with trees, if such were measured.
 
         Raises:
             SpecExtError: No such file, or another one.
         """
         try:
-            rows = json.loads(path.read_text(encoding="utf-8"))["step_seconds"]
+            found = json.loads(path.read_text(encoding="utf-8"))
+            rows = found["step_seconds"]
+            if branches:
+                rows = found.get("step_seconds_with_branches", rows)
             return cls(
                 {int(b): {int(n): float(s) for n, s in row.items()} for b, row in rows.items()}
             )
@@ -46,9 +53,16 @@ class StepTimes:
             ) from error
 
     def predict(self, batch_size: int, nodes: float) -> float:
-        """A step whose requests verify so many nodes on average; 0 is plain decoding."""
+        """A step whose requests verify so many nodes on average; 0 is plain decoding.
+
+        approximation: beyond the most that were measured each takes what the last ones took.
+        """
         row = self.table[batch_size]
         sizes = sorted(row)
+        if len(sizes) > 1 and nodes > sizes[-1]:
+            before, last = sizes[-2:]
+            slope = (row[last] - row[before]) / (last - before)
+            return row[last] + max(0.0, slope) * (nodes - last)
         return float(np.interp(nodes, sizes, [row[size] for size in sizes]))
 
 

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -74,7 +75,7 @@ def with_seed(settings: BenchSettings) -> BenchSettings:
     return settings.model_copy(update={"seed": secrets.randbelow(2**31)})
 
 
-def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass]:
+def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> Iterator[Pass]:
     """Drive every server with every load; raises SpecExtError if a pass fails.
 
     Args:
@@ -99,7 +100,6 @@ def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass
     for name, url in settings.servers.items():
         for _ in range(settings.warm_up):
             warm_up(name, url, served_names[name])
-    passes: list[Pass] = []
     with tempfile.TemporaryDirectory(prefix="vllm-spec-serve-") as folder:
         prompts = Path(folder) / "prompts.jsonl"
         for load in loads:
@@ -112,8 +112,13 @@ def run_passes(settings: BenchSettings, say: Callable[[str], None]) -> list[Pass
                     out = Path(folder) / "result.json"
                     arguments = command(settings, name, load, prompts, len(rows), out)
                     _drive([*arguments, f"--served-model-name={served_names[name]}"], name)
-                    passes.append(Pass(name, load, repeat, _result(out, name)))
-    return passes
+                    yield Pass(name, load, repeat, _result(out, name))
+
+
+def complete(passes: Sequence[Pass], num_servers: int) -> list[Pass]:
+    """Those of repeats that all servers ended: others have nothing to be compared with."""
+    ended = Counter((one.load, one.repeat) for one in passes)
+    return [one for one in passes if ended[one.load, one.repeat] == num_servers]
 
 
 def _shares(settings: BenchSettings, num_passes: int) -> list[list[str]]:

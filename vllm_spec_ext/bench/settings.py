@@ -214,6 +214,8 @@ def parse_servers(pairs: Iterable[str]) -> dict[str, str]:
         name, _, url = pair.partition("=")
         if not name or not url.startswith(("http://", "https://")):
             raise SpecExtError(f"server {pair!r}: expected NAME=http://HOST:PORT")
+        if name in found:
+            raise SpecExtError(f"server {name!r} is given twice; give each a name of its own")
         found[name] = url
     return found
 

@@ -3,7 +3,7 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +29,7 @@ from vllm_spec_ext.bench.settings import (
 )
 from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.whole_table import WholeTable
+from vllm_spec_ext.cli.written_files import check_writable
 from vllm_spec_ext.errors import SpecExtError
 
 EXIT_FAILED = 1
@@ -154,10 +155,11 @@ def bench(
         if model is None and "model" not in from_file:
             given["model"] = demo_model()
     settings = merge(from_file, given)
-    check_writable([path for path in (json_file, markdown_file) if path is not None])
+    check_writable(json_file, markdown_file)
     facts = provenance.collect(sys.argv)
     if settings.servers or settings.request_rate != [0.0]:
-        refuse_unused(settings, given)
+        more = {"log_dir": log_dir, "by_category": by_category or None}
+        refuse_unused(settings, {**given, **more}, from_file)
         load_servers(settings, console, facts, json_file, markdown_file)
         return
     try:
@@ -165,23 +167,27 @@ def bench(
     except EngineFailed as error:  # not the user's input; other errors are main's to print
         console.print(f"vllm-spec: {error}", markup=False, highlight=False)
         raise typer.Exit(EXIT_FAILED) from error
-    show(result, facts, report_console(), by_category=by_category)
+    # Before anything is printed: whoever reads that may have gone.
     if json_file is not None:
         json_file.write_text(json.dumps(saved.to_json(result, facts), indent=1), encoding="utf-8")
     if markdown_file is not None:
         markdown_file.write_text(report.markdown(result, facts), encoding="utf-8")
+    show(result, facts, report_console(), by_category=by_category)
     if result.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     if result.failures or result.broken_promises():
         raise typer.Exit(EXIT_FAILED)
 
 
-def refuse_unused(settings: BenchSettings, given: dict[str, Any]) -> None:
+def refuse_unused(
+    settings: BenchSettings, given: Mapping[str, Any], from_file: Mapping[str, Any]
+) -> None:
     """What a load test of servers does not use must not look as if it did; raises SpecExtError."""
     if not settings.servers:
         raise SpecExtError("request_rate is for running servers; name them with --serve NAME=URL")
     engine = ("methods", "ngram_grid", "dtype", "engine_args", "max_model_len")
-    unused = [name for name in engine if given[name] is not None]
+    asked = [name for name in engine if given[name] is not None or name in from_file]
+    unused = [*asked, *(name for name in ("log_dir", "by_category") if given[name] is not None)]
     if unused:
         raise SpecExtError(
             f"{', '.join(unused)}: running servers have their own; leave that out with --serve"
@@ -201,9 +207,18 @@ def load_servers(
         console.print(text, markup=False, highlight=False)
 
     settings = served.with_seed(settings)
-    passes = served.run_passes(settings, say)
+    passes: list[served.Pass] = []
+    stopped: BaseException | None = None
+    try:
+        for one in served.run_passes(settings, say):
+            passes.append(one)
+    except (KeyboardInterrupt, SpecExtError) as error:
+        passes = served.complete(passes, len(settings.servers))
+        if not passes:
+            raise
+        stopped = error
+        say(f"vllm-spec: {error}" if str(error) else "vllm-spec: interrupted")
     headings, rows = served.table(passes, greedy=settings.temperature == 0)
-    WholeTable(headings, rows).print(report_console())
     if json_file is not None:
         whole = {
             "format": saved.SERVED,
@@ -214,7 +229,10 @@ def load_servers(
         json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
     if markdown_file is not None:
         markdown_file.write_text(markdown_table(headings, rows) + "\n", encoding="utf-8")
-    if any(one.result["failed"] for one in passes):
+    WholeTable(headings, rows).print(report_console())
+    if isinstance(stopped, KeyboardInterrupt):
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if stopped is not None or any(one.result["failed"] for one in passes):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -334,10 +352,3 @@ class ProgressEvents(Events):
 def _names(methods: str | None, extra: Iterable[str] | None) -> list[str]:
     names = [name.strip() for name in methods.split(",") if name.strip()] if methods else []
     return [*names, *(extra or ())]
-
-
-def check_writable(paths: Iterable[Path]) -> None:
-    """Refuse now what would fail after minutes of measuring."""
-    for path in paths:
-        if path.is_dir() or not path.parent.is_dir():
-            raise SpecExtError(f"cannot write {str(path)!r}: give a file in an existing folder")

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.simulate import BUDGET, make_points, parse_grid, read_recordings, start
 from vllm_spec_ext.cli.whole_table import WholeTable
+from vllm_spec_ext.cli.written_files import check_writable
 from vllm_spec_ext.draw_tree import check_tree, draw_tree, visible
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import parse_options
@@ -162,7 +163,7 @@ def from_engine(trace: dict[str, Any]) -> list[DraftStep]:
     return steps
 
 
-def rich_tree(step: DraftStep, texts: Sequence[str], root: str, bonus: str) -> Tree:
+def rich_tree(step: DraftStep, texts: Sequence[str], root: str, bonus: str | None) -> Tree:
     """The draft as a tree for the terminal: accepted nodes green, the target's token yellow."""
     check_tree(len(texts), step.parents, step.accepted)
     top = Tree(Text(visible(root), style="bold"))
@@ -177,6 +178,8 @@ def rich_tree(step: DraftStep, texts: Sequence[str], root: str, bonus: str) -> T
         if stands:
             label.append("  accepted", style="green")
         branches.append(branches[step.parents[node] + 1].add(label))
+    if bonus is None:
+        return top
     last = branches[step.accepted[-1] + 1] if step.accepted else top
     last.add(Text.assemble((visible(bonus), "bold yellow"), ("  the target's own", "yellow")))
     return top
@@ -236,6 +239,7 @@ def explain_step(
     grid = parse_grid(settings or [])
     if len(grid) != 1:
         raise SpecExtError("--set: one value for each option; grids are for `vllm-spec simulate`")
+    check_writable(svg)
     target = model or demo_model()
     if recordings is not None:
         steps = replayed(recordings, index, method, grid[0], target)
@@ -253,7 +257,7 @@ def _question(prompt: str | None, file: str | None, index: int) -> Question:
     questions = prompts.load(file, field="prompt", template=None, limit=None)
     if index >= len(questions):
         raise SpecExtError(f"--index: found {index}, expected 0 to {len(questions) - 1}")
-    return questions[index]
+    return replace(questions[index], follow_ups=())  # one request is shown
 
 
 def replayed(
@@ -318,7 +322,9 @@ def show(
     step = steps[number]
     texts = [tokenizer.decode([token]) for token in step.tokens]
     root = tokenizer.decode(step.context[-1:])
-    bonus = tokenizer.decode(step.new_tokens[-1:])
+    bonus = None  # where a recording ends with the draft
+    if len(step.new_tokens) > len(step.accepted):
+        bonus = tokenizer.decode(step.new_tokens[-1:])
     summary = (
         f"step {number + 1} of {len(steps)}: {len(step.tokens)} nodes in {step.num_segments} "
         f"segments, {len(step.accepted)} accepted"

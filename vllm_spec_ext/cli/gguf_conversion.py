@@ -55,7 +55,7 @@ def dequantise_in_child(gguf: Path, folder: Path) -> None:
         reason = (done.stderr.strip() or f"exit {done.returncode}").splitlines()[-1]
         raise SpecExtError(
             f"converting {gguf.name} failed: {reason}. Check the environment with "
-            "`vllm-spec doctor`; the conversion alone: {' '.join(command)} GGUF FOLDER"
+            f"`vllm-spec doctor`; the conversion alone: {' '.join(command)} GGUF FOLDER"
         )
 
 

@@ -39,7 +39,6 @@ from vllm_spec_ext.cli.bench import (
     PromptsOption,
     RawOption,
     TemplateOption,
-    check_writable,
     demo_model,
     help_of,
     report_console,
@@ -50,6 +49,7 @@ from vllm_spec_ext.cli.plan_drafts import conditions, measure_drafts, split_name
 from vllm_spec_ext.cli.plan_drafts import show as show_drafts
 from vllm_spec_ext.cli.plan_paper import plan_paper
 from vllm_spec_ext.cli.whole_table import WholeTable
+from vllm_spec_ext.cli.written_files import check_writable
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 
@@ -154,7 +154,7 @@ def plan(
             )
     if plot is not None:
         figures.require_matplotlib()  # before minutes of measuring
-    check_writable([path for path in (json_file, plot) if path is not None])
+    check_writable(json_file, plot)
     given: dict[str, Any] = {
         "prompts": prompts_file,
         "field": field,
@@ -203,18 +203,17 @@ def plan(
             largest = {largest_draft(wanted) for wanted in methods}
             nodes = sorted({size for size in _SIZES if size < max(largest)} | largest)
             errors.print("measuring steps ...")
-            trees = any(one.branches for each in found for one in each.recordings.values())
-            times = measure_times(settings, nodes, tokens, "wide" if trees else "chain", Path(logs))
+            times = measure_times(settings, nodes, tokens, shapes_of(found), Path(logs))
         except EngineFailed as error:
             errors.print(f"vllm-spec: {error}", markup=False, highlight=False)
             raise typer.Exit(EXIT_FAILED) from error
     gains = gains_of(found, times)
-    show(times, tokens, gains, report_console())
     if json_file is not None:
-        whole = {"context": tokens, "step_seconds": times.table, "gains": gains}
+        whole = {"context": tokens, **step_seconds(times), "gains": gains}
         json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    show(times, tokens, gains, report_console())
     if plot is not None:
-        plot.write_text(figures.plan_figure(times, gains), encoding="utf-8")
+        plot.write_text(figures.plan_figure(times["chain"], gains), encoding="utf-8")
 
 
 def refuse_options(call: typer.Context) -> None:
@@ -266,9 +265,13 @@ def record_method(
 
 
 def measure_times(
-    settings: BenchSettings, nodes: Sequence[int], context: int, shape: Shape, folder: Path
-) -> StepTimes:
-    """Times of steps with drafts of a shape, measured in a process of their own.
+    settings: BenchSettings,
+    nodes: Sequence[int],
+    context: int,
+    shapes: Sequence[Shape],
+    folder: Path,
+) -> dict[Shape, StepTimes]:
+    """Times of steps with drafts of some shapes, measured in a process of their own.
 
     Raises:
         EngineFailed: It ended without them.
@@ -278,7 +281,7 @@ def measure_times(
     done = subprocess.run(
         [
             *(sys.executable, "-m", "vllm_spec_ext.bench.step_probe", "--model", settings.model),
-            *("--shapes", shape, "--sizes", *map(str, nodes)),
+            *("--shapes", *shapes, "--sizes", *map(str, nodes)),
             *("--batch-sizes", *map(str, settings.batch_size), "--context", str(context)),
             *("--rounds", "2"),
             *("--engine-args", json.dumps(arguments), "--json", str(path)),
@@ -291,10 +294,25 @@ def measure_times(
         reason = root_cause(done.stderr + done.stdout) or done.stderr[-500:]
         raise EngineFailed(f"steps could not be measured: {reason}")
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    table: dict[int, dict[int, float]] = {}
+    tables: dict[Shape, dict[int, dict[int, float]]] = {shape: {} for shape in shapes}
     for row in rows:
-        table.setdefault(row["batch"], {})[row["nodes"]] = row[shape] / 1e3
-    return StepTimes(table)
+        for shape, table in tables.items():
+            table.setdefault(row["batch"], {})[row["nodes"]] = row[shape] / 1e3
+    return {shape: StepTimes(table) for shape, table in tables.items()}
+
+
+def shapes_of(found: Sequence[Recorded]) -> tuple[Shape, ...]:
+    """Forms of drafts whose steps are to be timed."""
+    trees = any(one.branches for each in found for one in each.recordings.values())
+    return ("chain", "wide") if trees else ("chain",)
+
+
+def step_seconds(times: Mapping[Shape, StepTimes]) -> dict[str, Any]:
+    """As :meth:`StepTimes.read` reads it."""
+    found = {"step_seconds": times["chain"].table}
+    if "wide" in times:
+        found["step_seconds_with_branches"] = times["wide"].table
+    return found
 
 
 def largest_draft(method: Method) -> int:
@@ -304,8 +322,8 @@ def largest_draft(method: Method) -> int:
     return int(config.get("num_speculative_tokens") or default or 1)
 
 
-def gains_of(found: Sequence[Recorded], times: StepTimes) -> list[dict[str, Any]]:
-    """A row for each method and batch size."""
+def gains_of(found: Sequence[Recorded], times: Mapping[Shape, StepTimes]) -> list[dict[str, Any]]:
+    """A row for each method and batch size, each under steps of the form of its drafts."""
     return [
         {
             "method": one.method.name,
@@ -314,7 +332,10 @@ def gains_of(found: Sequence[Recorded], times: StepTimes) -> list[dict[str, Any]
             "tokens_per_step": recording.tokens_per_step,
             "nodes_per_step": recording.nodes_per_step,
             "drafter_us": recording.drafter_s * 1e6,
-            "speed_up": expected_speed_up(recording, size, times),
+            "branches": recording.branches,
+            "speed_up": expected_speed_up(
+                recording, size, times["wide" if recording.branches else "chain"]
+            ),
             "acceptance_per_position": recording.acceptance_per_position,
         }
         for one in found
@@ -323,16 +344,33 @@ def gains_of(found: Sequence[Recorded], times: StepTimes) -> list[dict[str, Any]
 
 
 def show(
-    times: StepTimes, context: int, gains: Sequence[Mapping[str, Any]], console: Console
+    times: Mapping[Shape, StepTimes],
+    context: int,
+    gains: Sequence[Mapping[str, Any]],
+    console: Console,
 ) -> None:
     """Print step times, gains, and acceptance by position."""
-    nodes = sorted(next(iter(times.table.values())))
-    rows = [
-        [str(size), *(f"{row[n] * 1e3:.1f} ({row[n] / row[0]:.2f})" for n in nodes)]
-        for size, row in sorted(times.table.items())
-    ]
-    title = f"ms of a step after {context} tokens, by draft tokens of each request (times plain)"
-    WholeTable(["batch", *map(str, nodes)], rows, title).print(console)
+    for shape, measured in times.items():
+        nodes = sorted(next(iter(measured.table.values())))
+        rows = [
+            [str(size), *(f"{row[n] * 1e3:.1f} ({row[n] / row[0]:.2f})" for n in nodes)]
+            for size, row in sorted(measured.table.items())
+        ]
+        drafts = "with four branches" if shape == "wide" else "without branches"
+        title = (
+            f"ms of a step after {context} tokens, by draft tokens of each request {drafts} "
+            "(times plain)"
+        )
+        WholeTable(["batch", *map(str, nodes)], rows, title).print(console)
+    import torch  # slow to import
+
+    if torch.cuda.is_available():
+        console.print(
+            "Plain steps were timed in an engine that waits for each step, as methods do that "
+            "draft on the host; plain decoding with asynchronous scheduling is faster: see `bench`",
+            markup=False,
+            highlight=False,
+        )
     rows = [
         [
             gain["method"],

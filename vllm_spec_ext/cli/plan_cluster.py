@@ -12,8 +12,9 @@ from rich.console import Console
 
 from vllm_spec_ext.bench import cluster, figures
 from vllm_spec_ext.bench.cluster import Arrival, Cluster, Costs, Load, Routing
-from vllm_spec_ext.cli.bench import check_writable, report_console
+from vllm_spec_ext.cli.bench import report_console
 from vllm_spec_ext.cli.whole_table import WholeTable
+from vllm_spec_ext.cli.written_files import check_writable
 from vllm_spec_ext.errors import SpecExtError
 
 _LOADS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1)  # of what the cluster can do without drafts
@@ -69,7 +70,7 @@ def plan_cluster(
     costs = Costs.read(planned, method, None if prompt_us is None else prompt_us)
     if plot is not None:
         figures.require_matplotlib()
-    check_writable([path for path in (json_file, plot) if path is not None])
+    check_writable(json_file, plot)
     shape = Cluster(
         costs,
         "off",

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,9 @@ from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.errors import SpecExtError
 
 Answers = list[tuple[list[int], list[int]]]  # token ids of prompt and answer
-MeasureTimes = Callable[[BenchSettings, Sequence[int], int, Shape, Path], StepTimes]
+MeasureTimes = Callable[
+    [BenchSettings, Sequence[int], int, Sequence[Shape], Path], Mapping[Shape, StepTimes]
+]
 _SHOWN_CHAIN = 4  # of the table that compares candidates
 
 
@@ -193,12 +195,12 @@ def measure_drafts(
     most = max(one.num_nodes(shape) for one in untimed for shape in shapes)
     sizes = sorted({0, *(2**i for i in range(most.bit_length()) if 2**i < most), most})
     report("measuring the target's steps ...")
-    times = measure_times(settings, sizes, tokens, "chain", folder)
+    times = measure_times(settings, sizes, tokens, ["chain"], folder)["chain"]
     for name in wanted:
         report(f"measuring passes of {name} ...")
         own = measure_times(
-            settings.model_copy(update={"model": name}), [0], tokens, "chain", folder
-        )
+            settings.model_copy(update={"model": name}), [0], tokens, ["chain"], folder
+        )["chain"]
         forward = {size: own.predict(size, 0) for size in settings.batch_size}
         models[name] = dataclasses.replace(models[name], forward_s=forward)
     candidates = [Candidate(tuple(models[name] for name in each)) for each in names]

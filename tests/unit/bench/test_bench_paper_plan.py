@@ -119,6 +119,8 @@ def test_break_even_is_where_the_speed_up_crosses_one() -> None:
     assert earlier < found
     assert break_even(H100, draft_levels.parse("model=llama-68m,accept=0.9"), 1) == SHORTEST
     assert break_even(H100, draft_levels.parse("model=llama2-7b,accept=0.9"), 1) is None
+    large = Machine(H100.gpu, model_shape.find("llama3-70b"))  # 141 GB of weights
+    assert break_even(large, draft_levels.parse("lookup,accept=0.9"), 1) is None
 
 
 def test_memory_counts_weights_cache_and_means() -> None:

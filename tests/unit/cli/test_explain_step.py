@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What explain-step makes of drafts and recordings, and what it refuses; no engine."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from rich.console import Console
 
+from vllm_spec_ext.cli import explain_step as module
 from vllm_spec_ext.cli.explain_step import (
     Calibration,
     DraftStep,
@@ -14,6 +19,7 @@ from vllm_spec_ext.cli.explain_step import (
     explain_step,
     from_engine,
     rich_tree,
+    show,
     verified_by,
 )
 from vllm_spec_ext.engine.watching.step_log import StepLog
@@ -76,6 +82,23 @@ def test_the_terminal_tree_names_every_node() -> None:
     assert any("c" in line and "accepted" in line for line in lines)
     assert any("␣x" in line and "target" in line for line in lines)
     assert len(lines) == 6
+
+
+def test_a_recording_that_ends_with_a_draft_has_no_token_behind_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step = verified_by(chain([5, 6, 7]), [5, 6, 7], [3])
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(chr(92 + i) for i in ids))
+    show([step], 0, "input_copy", tokenizer, svg=None, as_json=False)
+    assert "the target's own" not in capsys.readouterr().out
+    show([step], 0, "input_copy", tokenizer, svg=None, as_json=True)
+    assert json.loads(capsys.readouterr().out)["bonus_text"] is None
+
+
+def test_one_turn_of_a_conversation_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": ["first", "second"]}))
+    assert module._question(None, str(file), 0).follow_ups == ()
 
 
 def test_nodes_of_merged_trees_name_their_models() -> None:

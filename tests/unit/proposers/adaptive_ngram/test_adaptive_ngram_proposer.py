@@ -386,9 +386,17 @@ def test_simulate_refuses_bad_input(tmp_path: Path) -> None:
         ('{"prompt": "a", "output": "b"}', "--tokenizer"),
         ('{"text": "a"}', "expected prompt_token_ids"),
         ('{"prompt_token_ids": [-1], "output_token_ids": []}', "integers"),
+        ('{"prompt_token_ids": [3000000000], "output_token_ids": []}', "from 0 to 4194303"),
+        (
+            '{"prompt_token_ids": [1], "output_token_ids": [1], "foreseen": [[1, [], [-1], [1]]]}',
+            "foreseen: expected token ids",
+        ),
         ("{", "not JSON"),
         ("", "no recordings"),
     ):
         path.write_text(line + "\n")
         with pytest.raises(SpecExtError, match=message):
             read_recordings(path, None)
+    path.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(SpecExtError, match="UTF-8"):
+        read_recordings(path, None)
