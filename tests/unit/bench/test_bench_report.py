@@ -4,6 +4,8 @@
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,7 +23,9 @@ from vllm_spec_ext.bench.records import (
 )
 from vllm_spec_ext.bench.session import BenchResult, rotated
 from vllm_spec_ext.bench.settings import BenchSettings
+from vllm_spec_ext.cli import bench as bench_command
 from vllm_spec_ext.cli import demo
+from vllm_spec_ext.cli.main import main
 
 
 def _run(tokens: tuple[int, ...], steps: tuple[int, ...], wall_s: float) -> EngineRun:
@@ -196,3 +200,20 @@ def test_answers_that_hold_what_was_asked_for_are_counted() -> None:
     assert f"- {lines[1]}" in report.markdown(result, facts)
     text = json.dumps(saved.to_json(result, facts))
     assert '"right": true' in text
+
+
+def test_files_are_written_before_anything_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads the table may have seen enough of it: `bench | head`."""
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise SystemExit(1)
+
+    monkeypatch.setattr(bench_command, "run", lambda *_: _result())
+    monkeypatch.setattr(bench_command, "show", gone)
+    found, table = tmp_path / "r.json", tmp_path / "r.md"
+    with pytest.raises(SystemExit):
+        main(["bench", "--model", "m", "--json", str(found), "--markdown", str(table)])
+    assert json.loads(found.read_text())["settings"]["model"] == "m"
+    assert "tokens/step" in table.read_text()
