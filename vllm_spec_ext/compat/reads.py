@@ -360,6 +360,7 @@ CLASSES: tuple[Reads, ...] = (
             "sampling_params": "SamplingParams | None",
             "prompt_token_ids": "list[int] | None",
             "cache_salt": "str | None",
+            "resumable": "bool",
         },
     ),
     Reads(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_spec_ext.engine.drafting.drafter import Drafter
 from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
@@ -137,7 +138,8 @@ class SpecRunnerMixin:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """The second half, which drafts; the same."""
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        end_at_stop_tokens(output, self.known)
+        if isinstance(output, ModelRunnerOutput) and output.sampled_token_ids:
+            end_at_stop_tokens(output.sampled_token_ids, self.spec_step.states)
         return put_news(output, self.drafter.counts)
 
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Callable[[], None] | None:

@@ -13,12 +13,14 @@ import pytest
 
 from vllm_spec_ext.engine.requests.options import (
     GROUP_KEY,
+    SESSION_KEY,
     collect,
     has_options,
+    is_session,
     parse_request,
     parse_share_group,
     resolve,
-    with_share_group,
+    with_facts,
 )
 from vllm_spec_ext.errors import RequestOptionError
 from vllm_spec_ext.proposers.base import RequestFacts
@@ -114,11 +116,20 @@ def test_resolving_checks_the_prompt_and_names_the_field_as_the_client_wrote_it(
 @pytest.mark.parametrize("given", [None, {}, {"mine": 1}, {GROUP_KEY: "forged", "mine": 1}])
 def test_the_front_end_alone_says_who_shares(given: dict[str, Any] | None) -> None:
     mine = {name: value for name, value in (given or {}).items() if name == "mine"}
-    assert parse_share_group(with_share_group(given, None)) is None
-    assert with_share_group(given, None) == (mine or None)
-    assert with_share_group(given, "real") == {**mine, GROUP_KEY: "real"}
-    assert parse_share_group(with_share_group(given, "real")) == "real"
-    assert not has_options(with_share_group(given, "real")), "no option, so nothing to resolve"
+    assert parse_share_group(with_facts(given, None)) is None
+    assert with_facts(given, None) == (mine or None)
+    assert with_facts(given, "real") == {**mine, GROUP_KEY: "real"}
+    assert parse_share_group(with_facts(given, "real")) == "real"
+    assert not has_options(with_facts(given, "real")), "no option, so nothing to resolve"
+
+
+def test_the_front_end_alone_says_whose_input_is_streamed() -> None:
+    forged = {SESSION_KEY: True, "mine": 1}
+    assert is_session(forged)
+    assert not is_session(with_facts(forged, None))
+    assert is_session(with_facts({"mine": 1}, "real", is_session=True))
+    assert not has_options(with_facts(None, None, is_session=True))
+    assert not is_session({SESSION_KEY: 1})
 
 
 @pytest.mark.parametrize("group", [3, ["a"], None])

@@ -22,7 +22,7 @@ from vllm_spec_ext.engine.requests.options import (
     has_options,
     resolve,
     share_group,
-    with_share_group,
+    with_facts,
 )
 from vllm_spec_ext.errors import RequestOptionError
 from vllm_spec_ext.proposers.base import RequestFacts
@@ -66,7 +66,7 @@ def _checking(original: Any) -> Any:
         if _is_unresolved(self, params):
             params.extra_args = _resolve(self, params, request.prompt_token_ids or [])
         group = share_group(request.cache_salt, settings.share_unsalted)
-        params.extra_args = with_share_group(params.extra_args, group)
+        params.extra_args = with_facts(params.extra_args, group, is_session=request.resumable)
         return request
 
     setattr(process_inputs, _WRAPPED_BY, True)

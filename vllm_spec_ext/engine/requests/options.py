@@ -6,8 +6,9 @@ Offline a client writes ``extra_args={"spec_ext": {"source_span": [3, 40]}}``. H
 ``{"spec_ext.source_span": [3, 40]}``, or ``"spec_ext"`` holds JSON text. Both forms work in both
 places. :mod:`vllm_spec_ext.engine.requests.door` calls this for every request.
 
-It also tells the worker a request's share group, which vLLM keeps from it: the salt stays in the
-scheduler. The group travels among the extra arguments too, and what a client put there is dropped.
+It also tells the worker what vLLM keeps from it: a request's share group, as the salt stays in the
+scheduler, and that its input is streamed. Both travel among the extra arguments, too, and what a
+client put there is dropped.
 """
 
 import hashlib
@@ -31,6 +32,9 @@ KEY = "spec_ext"
 
 GROUP_KEY = "spec_ext_share_group"
 """Set by the front end for every request; no option, and never a client's to say."""
+
+SESSION_KEY = "spec_ext_session"
+"""Likewise, of requests whose input comes in pieces."""
 
 # Eta sampling is a sampling parameter, so it stands beside the others: name -> EtaOptions field.
 ETA_KEYS = {"eta_cutoff": "epsilon", "eta_alpha": "alpha"}
@@ -206,14 +210,28 @@ def share_group(cache_salt: str | None, share_unsalted: bool) -> str | None:
     return UNSALTED if share_unsalted else None
 
 
-def with_share_group(
-    extra_args: Mapping[str, Any] | None, group: str | None
+def with_facts(
+    extra_args: Mapping[str, Any] | None, group: str | None, *, is_session: bool = False
 ) -> dict[str, Any] | None:
-    """Extra arguments with the share group in place of whatever the client said it was."""
-    others = {name: value for name, value in (extra_args or {}).items() if name != GROUP_KEY}
+    """Extra arguments with the share group in place of whatever the client said it was.
+
+    Args:
+        extra_args: As a client gave them.
+        group: As of :func:`share_group`.
+        is_session: The request's input comes in pieces.
+    """
+    ours = (GROUP_KEY, SESSION_KEY)
+    others = {name: value for name, value in (extra_args or {}).items() if name not in ours}
     if group is not None:
         others[GROUP_KEY] = group
+    if is_session:
+        others[SESSION_KEY] = True
     return others or None
+
+
+def is_session(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether the front end said that the request's input comes in pieces."""
+    return (extra_args or {}).get(SESSION_KEY) is True
 
 
 def parse_share_group(extra_args: Mapping[str, Any] | None) -> str | None:

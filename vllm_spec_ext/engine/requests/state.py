@@ -14,6 +14,7 @@ from vllm_spec_ext.engine.drafting.scheduled_draft import ScheduledDraft
 from vllm_spec_ext.engine.requests.options import (
     check_options,
     has_options,
+    is_session,
     parse_eta,
     parse_share_group,
 )
@@ -44,6 +45,7 @@ class RequestState:
     exact_ids: NDArray[np.int64]  # stop and EOS ids: only an exact match accepts these
     share_group: str | None = None  # see RequestStep
     reads_history: bool = False  # its sampling parameters look at the tokens before a row
+    ends: frozenset[int] = frozenset()  # tokens behind which nothing may count as computed
     draft: ScheduledDraft | None = None
     probs: torch.Tensor | None = None  # [num_nodes, vocab] that the draft was drawn from
 
@@ -147,7 +149,11 @@ def read_request(
         or params.thinking_token_budget is not None
     )
     share_group = parse_share_group(params.extra_args)
-    return RequestState(options, rule, eta, exact_ids, share_group, reads_history)
+    ends: set[int] = set()
+    if is_session(params.extra_args):
+        ends.update(params.stop_token_ids or ())
+        ends.update(() if params.eos_token_id is None else (params.eos_token_id,))
+    return RequestState(options, rule, eta, exact_ids, share_group, reads_history, frozenset(ends))
 
 
 def _read_options(

@@ -241,6 +241,8 @@ class SpecRunnerV2Mixin:
             return self.late_steps.queue(output, state.input_batch, scheduled)
         result = output.get_output()
         batch, new_tokens = state.input_batch, result.sampled_token_ids
+        if not self.is_async and not self.is_warming_up:
+            end_at_stop_tokens(new_tokens, self.spec_step.states)
         self.spec_requests.append(batch.req_ids, new_tokens)
         drafts: list[list[int]] = [[] for _ in new_tokens]
         if not self.is_warming_up:
@@ -252,8 +254,6 @@ class SpecRunnerV2Mixin:
                 hidden = hidden[batch.logits_indices]
             drafts = self.step_drafts.make(self.spec_step, new_tokens, hidden, scheduled)
         self._host_draft_tokens.hand_over(batch, drafts, new_tokens, scheduled)
-        if not self.is_async:
-            end_at_stop_tokens(result, self.known)
         return put_news(result, self.drafter.counts)
 
 
