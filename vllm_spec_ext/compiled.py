@@ -11,6 +11,8 @@ from collections.abc import Callable, Set
 from types import FunctionType
 from typing import Any, TypeVar, cast, overload
 
+import numpy as np
+
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
@@ -58,7 +60,7 @@ def _watch_callees(dispatcher: Any, loop: FunctionType) -> None:
     numba asks for the date of a kernel's own file alone (0.65 ``IndexDataCacheFile``), though
     others' code and constants are part of it. Where another numba keeps no such date, that stays.
     """
-    with contextlib.suppress(AttributeError):
+    with contextlib.suppress(AttributeError, OSError):  # OSError: a file within a zip
         file = dispatcher._cache._cache_file
         file._source_stamp = file._source_stamp, *sorted(_stamps(loop, set()))
 
@@ -73,6 +75,6 @@ def _stamps(loop: FunctionType, seen: set[FunctionType]) -> set[str]:
         callee = getattr(value, "py_func", None)
         if isinstance(callee, FunctionType):
             found |= _stamps(callee, seen) if callee not in seen else set()
-        elif isinstance(value, (bool, int, float, str)) or hasattr(value, "dtype"):
+        elif isinstance(value, (bool, int, float, str, np.generic, np.ndarray)):
             found.add(f"{loop.__module__} {name} = {value!r}")
     return found

@@ -91,7 +91,7 @@ class OccurrenceIndex:
             hint: `following` is the first continuation behind this index.
             need_all: Look for the first continuation behind the hint; without it the walk ends
                 once two occurrences of the greatest length are known. Of the places that agree in
-                the last two tokens the latest 4,096 are compared either way.
+                the last two tokens the latest 4,096 are compared, with it the latest 32,768.
             own: The suffix is the end of the index itself; that occurrence does not count.
         """
         end = self._size - 1 if own else self._size

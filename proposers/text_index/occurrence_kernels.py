@@ -15,6 +15,7 @@ NO_POSITION = -1
 EMPTY_KEY = np.int64(-1)
 _MOST_VISITED = 256  # places that are compared for the latest ones
 _MOST_COMPARED = 4096  # places that are compared for the longest match; some 50 us
+_MOST_FOR_ALL = 32768  # where the first one behind a hint is looked for, from the end
 _HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
 
 
@@ -83,8 +84,8 @@ def longest(  # type: ignore[no-untyped-def]
         if keys[order, slot] != key:
             continue
         i = heads[order, slot]
-        compared = 0
-        while i != NO_POSITION and compared < _MOST_COMPARED:
+        compared, most = 0, _MOST_FOR_ALL if need_all else _MOST_COMPARED
+        while i != NO_POSITION and compared < most:
             if i < end:
                 compared += 1
                 agree = _agreeing(tokens, i, suffix, limit, order + 1)

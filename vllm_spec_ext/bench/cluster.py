@@ -61,7 +61,7 @@ class Costs:
         Raises:
             SpecExtError: It holds something else, or no such method.
         """
-        StepTimes.read(path)
+        chains = StepTimes.read(path)
         try:
             rows = json.loads(path.read_text(encoding="utf-8"))["gains"]
             found: dict[str, dict[int, tuple[float, float, float]]] = {}
@@ -87,7 +87,7 @@ class Costs:
                 "it with --method"
             )
         times = StepTimes.read(path, branches=method in branching)
-        row_of_one = times.table[min(times.table)]
+        row_of_one = chains.table[min(chains.table)]  # a prompt has no branches
         most = max(row_of_one)
         slope = (row_of_one[most] - row_of_one[0]) / most if most else row_of_one[0]
         prompt_token_s = max(slope, 0.0) if prompt_token_us is None else prompt_token_us / 1e6

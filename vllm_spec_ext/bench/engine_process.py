@@ -82,15 +82,10 @@ class EngineServer:
         return self.engine.facts
 
     def prepare(self, questions: Sequence[Question], warm_up: int, concurrency: int) -> EngineFacts:
-        """Take the questions, check that they fit, and answer ``warm_up`` of them untimed.
-
-        With all their turns: a pass that ends in the middle has measured nothing.
-        """
+        """Take the questions, check that they fit, and answer ``warm_up`` of them untimed."""
         engine = self._started()
         self.questions = questions
         lengths = tuple(len(engine.encode(question.opening)) for question in questions)
-        for question in filter(lambda each: each.follow_ups, questions):
-            engine.encode(question.all_turns, num_answers=len(question.follow_ups) + 1)
         self._answer(range(min(warm_up, len(questions))), concurrency)
         return replace(engine.facts, prompt_lengths=lengths)
 

@@ -73,6 +73,7 @@ class RecordedStep:
     number: int  # of the engine's step; requests of a batch share it
     num_nodes: int  # verified
     num_accepted: int
+    branches: bool = False  # its draft was a tree
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,11 @@ class Recording:
 
     requests: tuple[tuple[RecordedStep, ...], ...]  # steps in which the batch was full
     drafter_s: float  # mean seconds of the proposer in such a step
-    branches: bool = False  # some draft was a tree
+
+    @property
+    def branches(self) -> bool:
+        """Whether some draft was a tree."""
+        return any(step.branches for step in self.steps)
 
     @cached_property
     def steps(self) -> list[RecordedStep]:
@@ -120,10 +125,9 @@ def read_recording(steps: Sequence[Mapping[str, Any]], propose_us: Sequence[floa
     empty, a step takes another time, and ``adaptive_length`` drafts other drafts.
     """
     requests: dict[str, list[RecordedStep]] = {}
-    branches = False
     for row in steps:
-        branches |= is_branching(row["parents"])
-        found = RecordedStep(row["step"], len(row["tokens"]), len(row["accepted"]))
+        branches = is_branching(row["parents"])
+        found = RecordedStep(row["step"], len(row["tokens"]), len(row["accepted"]), branches)
         requests.setdefault(row["request_id"], []).append(found)
     decoding = [found[1:] for found in requests.values()]
     sizes = Counter(step.number for found in decoding for step in found)
@@ -132,21 +136,31 @@ def read_recording(steps: Sequence[Mapping[str, Any]], propose_us: Sequence[floa
     kept = [tuple(step for step in found if step.number in full) for found in decoding]
     times = [propose_us[number - 1] for number in full if number <= len(propose_us)]
     drafter_s = statistics.fmean(times) / 1e6 if times else 0.0
-    return Recording(tuple(found for found in kept if found), drafter_s, branches)
+    return Recording(tuple(found for found in kept if found), drafter_s)
 
 
-def expected_speed_up(found: Recording, batch_size: int, times: StepTimes) -> float:
-    """Decoding speed over plain decoding's, prefill left out."""
-    nodes: dict[int, list[int]] = {}
+def expected_speed_up(
+    found: Recording, batch_size: int, chains: StepTimes, trees: StepTimes | None = None
+) -> float:
+    """Decoding speed over plain decoding's, prefill left out.
+
+    Args:
+        found: What was drafted.
+        batch_size: Requests in a step.
+        chains: Steps without branches.
+        trees: Steps with some; None = as those without.
+    """
+    together: dict[int, list[RecordedStep]] = {}
     for step in found.steps:
-        nodes.setdefault(step.number, []).append(step.num_nodes)
-    seconds = {
-        number: times.predict(batch_size, statistics.fmean(each)) + found.drafter_s
-        for number, each in nodes.items()
-    }
+        together.setdefault(step.number, []).append(step)
+    seconds = {}
+    for number, steps in together.items():
+        times = trees if trees and any(step.branches for step in steps) else chains
+        nodes = statistics.fmean(step.num_nodes for step in steps)
+        seconds[number] = times.predict(batch_size, nodes) + found.drafter_s
     each = [
         sum(seconds[step.number] for step in request)
         / sum(1 + step.num_accepted for step in request)
         for request in found.requests
     ]
-    return times.predict(batch_size, 0) / statistics.fmean(each)
+    return chains.predict(batch_size, 0) / statistics.fmean(each)

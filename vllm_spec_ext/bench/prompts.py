@@ -42,14 +42,6 @@ class Question:
     follow_ups: tuple[str, ...] = ()  # user messages of the later turns, sent after each answer
     expected: str | None = None  # what a right answer holds, where that can be told
 
-    @property
-    def all_turns(self) -> tuple[Message, ...]:
-        """The conversation up to its last answer, those before it empty."""
-        later: list[Message] = []
-        for text in self.follow_ups:
-            later += {"role": "assistant", "content": ""}, {"role": "user", "content": text}
-        return *self.opening, *later
-
 
 def load(
     source: str,

@@ -51,7 +51,8 @@ class BenchResult:
     runs: list[Run] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # method -> reason
     drifts: list[Drift] = field(default_factory=list)  # of the lossy methods
-    interrupted: bool = False  # by the user, with some passes complete
+    interrupted: bool = False  # with some passes complete
+    stopped_by: SpecExtError | None = None  # what interrupted it, if that was not the user
 
     @property
     def plain(self) -> str:
@@ -180,10 +181,11 @@ def run_benchmark(result: BenchResult, log_dir: Path, events: Events) -> None:
                     _run_in_turns(result, clients, batch_size, repeat, events)
             if result.settings.temperature == 0 and result.plain in clients:
                 _measure_drifts(result, clients, events)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SpecExtError) as error:  # or a later turn is too long
         if not result.runs:
             raise
         result.interrupted = True
+        result.stopped_by = error if isinstance(error, SpecExtError) else None
 
 
 def _run_in_turns(

@@ -97,12 +97,8 @@ class VllmEngine:
         """End vLLM's processes in order; killed ones leave shared memory behind in /dev/shm."""
         self.llm.llm_engine.engine_core.shutdown()
 
-    def encode(self, messages: Sequence[Message], *, num_answers: int = 1) -> list[int]:
+    def encode(self, messages: Sequence[Message]) -> list[int]:
         """Prompt tokens of a conversation.
-
-        Args:
-            messages: So far; the answers to come are no part of it, or empty.
-            num_answers: How many there must be room for.
 
         Raises:
             SpecExtError: The model has no chat template, or the prompt leaves no room to answer.
@@ -118,13 +114,11 @@ class VllmEngine:
             tokens = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        room = self.max_model_len - num_answers * self.sampling.max_tokens
+        room = self.max_model_len - self.sampling.max_tokens
         if len(tokens) > room:
-            answers = f", {num_answers} times," if num_answers > 1 else ""
             raise SpecExtError(
                 f"a prompt of {len(tokens)} tokens ({messages[-1]['content'][:40]!r}...) and "
-                f"max_tokens={self.sampling.max_tokens}{answers} exceed "
-                f"max_model_len={self.max_model_len}; "
+                f"max_tokens={self.sampling.max_tokens} exceed max_model_len={self.max_model_len}; "
                 "raise --max-model-len, lower --max-tokens or drop the prompt"
             )
         return list(tokens)

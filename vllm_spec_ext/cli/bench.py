@@ -29,7 +29,7 @@ from vllm_spec_ext.bench.settings import (
 )
 from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable
+from vllm_spec_ext.cli.written_files import check_writable, printed_last
 from vllm_spec_ext.errors import SpecExtError
 
 EXIT_FAILED = 1
@@ -167,12 +167,14 @@ def bench(
     except EngineFailed as error:  # not the user's input; other errors are main's to print
         console.print(f"vllm-spec: {error}", markup=False, highlight=False)
         raise typer.Exit(EXIT_FAILED) from error
-    # Before anything is printed: whoever reads that may have gone.
-    if json_file is not None:
-        json_file.write_text(json.dumps(saved.to_json(result, facts), indent=1), encoding="utf-8")
-    if markdown_file is not None:
-        markdown_file.write_text(report.markdown(result, facts), encoding="utf-8")
-    show(result, facts, report_console(), by_category=by_category)
+    with printed_last(lambda: show(result, facts, report_console(), by_category=by_category)):
+        if json_file is not None:
+            whole = saved.to_json(result, facts)
+            json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+        if markdown_file is not None:
+            markdown_file.write_text(report.markdown(result, facts), encoding="utf-8")
+    if result.stopped_by is not None:
+        raise result.stopped_by
     if result.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     if result.failures or result.broken_promises():
@@ -219,17 +221,17 @@ def load_servers(
         stopped = error
         say(f"vllm-spec: {error}" if str(error) else "vllm-spec: interrupted")
     headings, rows = served.table(passes, greedy=settings.temperature == 0)
-    if json_file is not None:
-        whole = {
-            "format": saved.SERVED,
-            "settings": settings.model_dump(mode="json"),
-            "provenance": facts,
-            "passes": [asdict(one) for one in passes],
-        }
-        json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
-    if markdown_file is not None:
-        markdown_file.write_text(markdown_table(headings, rows) + "\n", encoding="utf-8")
-    WholeTable(headings, rows).print(report_console())
+    with printed_last(lambda: WholeTable(headings, rows).print(report_console())):
+        if json_file is not None:
+            whole = {
+                "format": saved.SERVED,
+                "settings": settings.model_dump(mode="json"),
+                "provenance": facts,
+                "passes": [asdict(one) for one in passes],
+            }
+            json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+        if markdown_file is not None:
+            markdown_file.write_text(markdown_table(headings, rows) + "\n", encoding="utf-8")
     if isinstance(stopped, KeyboardInterrupt):
         raise typer.Exit(EXIT_INTERRUPTED)
     if stopped is not None or any(one.result["failed"] for one in passes):

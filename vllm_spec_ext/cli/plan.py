@@ -49,7 +49,7 @@ from vllm_spec_ext.cli.plan_drafts import conditions, measure_drafts, split_name
 from vllm_spec_ext.cli.plan_drafts import show as show_drafts
 from vllm_spec_ext.cli.plan_paper import plan_paper
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable
+from vllm_spec_ext.cli.written_files import check_writable, printed_last
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 
@@ -190,10 +190,10 @@ def plan(
                     measure_times=measure_times,
                     report=lambda line: errors.print(line, markup=False, highlight=False),
                 )
-                show_drafts(planned, report_console())
-                if json_file is not None:
-                    whole = {**conditions(settings, questions), **planned.as_dict()}
-                    json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+                with printed_last(lambda: show_drafts(planned, report_console())):
+                    if json_file is not None:
+                        whole = {**conditions(settings, questions), **planned.as_dict()}
+                        json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
                 return
             found = []
             for wanted in methods:
@@ -208,12 +208,12 @@ def plan(
             errors.print(f"vllm-spec: {error}", markup=False, highlight=False)
             raise typer.Exit(EXIT_FAILED) from error
     gains = gains_of(found, times)
-    if json_file is not None:
-        whole = {"context": tokens, **step_seconds(times), "gains": gains}
-        json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
-    show(times, tokens, gains, report_console())
-    if plot is not None:
-        plot.write_text(figures.plan_figure(times["chain"], gains), encoding="utf-8")
+    with printed_last(lambda: show(times, tokens, gains, report_console())):
+        if json_file is not None:
+            whole = {"context": tokens, **step_seconds(times), "gains": gains}
+            json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+        if plot is not None:
+            plot.write_text(figures.plan_figure(times["chain"], gains), encoding="utf-8")
 
 
 def refuse_options(call: typer.Context) -> None:
@@ -333,9 +333,7 @@ def gains_of(found: Sequence[Recorded], times: Mapping[Shape, StepTimes]) -> lis
             "nodes_per_step": recording.nodes_per_step,
             "drafter_us": recording.drafter_s * 1e6,
             "branches": recording.branches,
-            "speed_up": expected_speed_up(
-                recording, size, times["wide" if recording.branches else "chain"]
-            ),
+            "speed_up": expected_speed_up(recording, size, times["chain"], times.get("wide")),
             "acceptance_per_position": recording.acceptance_per_position,
         }
         for one in found

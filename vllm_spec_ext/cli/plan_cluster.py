@@ -14,7 +14,7 @@ from vllm_spec_ext.bench import cluster, figures
 from vllm_spec_ext.bench.cluster import Arrival, Cluster, Costs, Load, Routing
 from vllm_spec_ext.cli.bench import report_console
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable
+from vllm_spec_ext.cli.written_files import check_writable, printed_last
 from vllm_spec_ext.errors import SpecExtError
 
 _LOADS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1)  # of what the cluster can do without drafts
@@ -87,12 +87,12 @@ def plan_cluster(
         rates = _rates(rate) if rate else _usual_rates(shape, prompt_tokens, answer_tokens)
         batches = [cluster.poisson(one, requests, prompt_tokens, answer_tokens) for one in rates]
     found = [load for arrivals in batches for load in _loads(shape, arrivals)]
-    _show(found, report_console())
-    if json_file is not None:
-        rows = [dataclasses.asdict(load) for load in found]
-        json_file.write_text(json.dumps({"simulated": rows}, indent=1), encoding="utf-8")
-    if plot is not None:
-        plot.write_text(figures.cluster_figure(found), encoding="utf-8")
+    with printed_last(lambda: _show(found, report_console())):
+        if json_file is not None:
+            rows = [dataclasses.asdict(load) for load in found]
+            json_file.write_text(json.dumps({"simulated": rows}, indent=1), encoding="utf-8")
+        if plot is not None:
+            plot.write_text(figures.cluster_figure(found), encoding="utf-8")
 
 
 def _loads(shape: Cluster, arrivals: Sequence[Arrival]) -> list[Load]:

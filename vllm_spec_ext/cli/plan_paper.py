@@ -23,7 +23,7 @@ from vllm_spec_ext.bench.paper_plan import (
 from vllm_spec_ext.bench.settings import parse_batch_sizes
 from vllm_spec_ext.cli.bench import report_console
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable
+from vllm_spec_ext.cli.written_files import check_writable, printed_last
 from vllm_spec_ext.errors import SpecExtError
 
 _NOT_RUN = "Predicted from published figures of the GPU; nothing was run on one."
@@ -103,17 +103,19 @@ def plan_paper(
         for cascade in cascades
         for size in sizes
     ]
-    _show(machine, found, thresholds, report_console(), assumed=not draft)
-    if json_file is not None:
-        whole = {
-            "measured": False,
-            "gpu": dataclasses.asdict(machine.gpu),
-            "target": dataclasses.asdict(target),
-            "drafts": [dataclasses.asdict(cascade) for cascade in cascades],
-            "predicted": found,
-            "break_even": thresholds,
-        }
-        json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    with printed_last(
+        lambda: _show(machine, found, thresholds, report_console(), assumed=not draft)
+    ):
+        if json_file is not None:
+            whole = {
+                "measured": False,
+                "gpu": dataclasses.asdict(machine.gpu),
+                "target": dataclasses.asdict(target),
+                "drafts": [dataclasses.asdict(cascade) for cascade in cascades],
+                "predicted": found,
+                "break_even": thresholds,
+            }
+            json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
 
 
 def _contexts(text: str) -> list[int]:

@@ -16,7 +16,7 @@ from vllm_spec_ext.bench import figures
 from vllm_spec_ext.bench.planner import StepTimes
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable
+from vllm_spec_ext.cli.written_files import check_writable, printed_last
 from vllm_spec_ext.errors import SpecExtError, UnsupportedError
 from vllm_spec_ext.options import MethodOptions, parse_options
 from vllm_spec_ext.proposers import registry
@@ -370,10 +370,10 @@ def simulate(
         )
     tokens = sum(len(item.output_token_ids) for item in items)
     title = f"{method}: {len(items)} recordings, {tokens:,} output tokens, batch {batch_size}"
-    _table(results, title, speed_ups).print(Console())
-    if times is not None:
-        _warn_of_longer_drafts(results, batch_size, times[0])
-    if json_file is not None:
-        json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    if plot is not None:
-        draw(results, plot)
+    with printed_last(lambda: _table(results, title, speed_ups).print(Console())):
+        if times is not None:
+            _warn_of_longer_drafts(results, batch_size, times[0])
+        if json_file is not None:
+            json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        if plot is not None:
+            draw(results, plot)

@@ -90,11 +90,10 @@ class Trainer:
         self._positions_trained = 0.0  # of those that are still there
         self._figures: dict[str, float] = {}
         self._load_version(self._seen_serving)
-        position = self._restore()
+        position, num_positions = self._restore()
         self.pool.refresh()
-        # Those of then that are gone by now do not stand for what came since.
-        most = self.options.passes * self.pool.num_positions_to(position)
-        self._positions_trained = min(self._positions_trained, most)
+        left = self.pool.num_positions_to(position)
+        self._positions_trained *= left / num_positions if num_positions else 0.0
 
     def advance(self) -> str:
         """Train a step if there is something to learn, and publish when it is time.
@@ -110,8 +109,9 @@ class Trainer:
         self._seen_serving = engine.serving
         if engine.frozen:
             return "it is frozen"
-        gone = self.options.passes * self.pool.refresh()
-        self._positions_trained = max(0.0, self._positions_trained - gone)
+        before = self.pool.num_positions
+        if gone := self.pool.refresh():  # they do not stand for what comes
+            self._positions_trained *= (before - gone) / before
         if not self.pool.num_positions:
             return "there are no samples"
         if self._positions_trained >= self.options.passes * self.pool.num_positions:
@@ -170,6 +170,7 @@ class Trainer:
             "published": self.published,
             "positions_trained": self._positions_trained,
             "position": self.pool.position,
+            "num_positions": self.pool.num_positions,
             "serving": self._seen_serving,
         }
         torch.save(values, buffer)
@@ -191,17 +192,22 @@ class Trainer:
         self._optimizer_steps = 0
         self._last, self._average = self._weights(), self._weights()
 
-    def _restore(self) -> int:
-        """Go on from the saved state; returns the newest shard that it knew, 0 without one."""
+    def _restore(self) -> tuple[int, int]:
+        """Go on from the saved state.
+
+        Returns:
+            The newest shard that it knew, and how many positions there were; 0 without a state, and
+            in those of earlier versions.
+        """
         path = self.root / STATE
         if not path.is_file():
-            return 0
+            return 0, 0
         try:
             saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             if saved["drafter"] != self.facts.drafter:
                 raise SpecExtError(f"{path} is of another drafter; delete it")
             if self._seen_serving < saved["serving"]:
-                return 0  # rolled back while no trainer ran
+                return 0, 0  # rolled back while no trainer ran
             self._put(saved["weights"])
             self._average = self._beside_weights(saved["average"])
             self._last = self._beside_weights(saved["last"])
@@ -209,7 +215,7 @@ class Trainer:
             self._optimizer_steps = saved["optimizer_steps"]
             self.steps, self.published = saved["steps"], saved["published"]
             self._positions_trained = saved["positions_trained"]
-            return int(saved.get("position", 0))  # earlier states have none
+            return int(saved.get("position", 0)), int(saved.get("num_positions", 0))
         except SpecExtError:
             raise
         except Exception as error:  # torch raises many types for a damaged file

@@ -10,7 +10,7 @@ from vllm_spec_ext.bench import engine_process
 from vllm_spec_ext.bench.engine_process import EngineServer
 from vllm_spec_ext.bench.measure import StepOutput
 from vllm_spec_ext.bench.prompts import Question
-from vllm_spec_ext.bench.records import EngineCounters, EngineFacts
+from vllm_spec_ext.bench.records import EngineCounters
 
 
 class Worker:
@@ -24,14 +24,11 @@ class Worker:
         self.times: tuple[float, ...] = (1.0, 2.0)
         self.now = 0.0
         self.calls: list[str] = []
-        self.encoded: list[tuple[int, int]] = []
-        self.facts = EngineFacts("float32", True, "none", 0.0)
 
     def forget(self) -> None:
         self.calls.append("forget")
 
-    def encode(self, messages: Any, *, num_answers: int = 1) -> list[int]:
-        self.encoded.append((len(messages), num_answers))
+    def encode(self, messages: Any) -> list[int]:
         return [1]
 
     def add(self, request_id: str, token_ids: Any, seed: int) -> None:
@@ -148,11 +145,3 @@ def test_the_process_ends_at_once_when_its_engine_has_ended(
     monkeypatch.setattr(engine_process.os, "_exit", done.append)
     engine_process.main()
     assert done == ["served", "cleaned up", stop or 0]
-
-
-def test_all_turns_must_fit_before_anything_is_measured() -> None:
-    worker = Worker()
-    opening: Any = ({"role": "system", "content": "s"}, {"role": "user", "content": "x"})
-    questions = [Question(1, "a", opening), Question(2, "a", opening, ("and?", "then?"))]
-    serving(worker, SimpleNamespace(send=lambda _: None)).prepare(questions, 0, 1)
-    assert worker.encoded == [(2, 1), (2, 1), (6, 3)]

@@ -48,6 +48,7 @@ class FakeClient:
         self.name, self.calls, self.fails_at = name, calls, fails_at
         self.log = "log"
         self.num_passes, self.stops_at_pass = 0, 0
+        self.error: type[BaseException] = KeyboardInterrupt
 
     def run_in_turns(
         self, indices: range, concurrency: int, turn: int, on_answer: Any
@@ -60,7 +61,7 @@ class FakeClient:
             if self.fails_at in some:
                 raise EngineFailed("gone")
             if self.stops_at_pass and self.stops_at_pass == self.num_passes and begin == 0:
-                raise KeyboardInterrupt
+                raise self.error
             self.num_passes += begin == 0
         taken = TurnRecord(1, (1,), (1,), 0.1, 0.5, (0.1,))
         records = tuple(QuestionRecord(index, "all", (taken,)) for index in indices)
@@ -120,7 +121,10 @@ def test_a_method_that_fails_in_mid_pass_leaves_no_run() -> None:
 
 
 def _play_all(
-    monkeypatch: pytest.MonkeyPatch, plain_fails_at: int, stops_at_pass: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    plain_fails_at: int,
+    stops_at_pass: int = 0,
+    error: type[BaseException] = KeyboardInterrupt,
 ) -> BenchResult:
     """A whole benchmark of plain decoding and a lossy method."""
     clients: Any = {
@@ -128,6 +132,7 @@ def _play_all(
         "lossy": FakeClient("lossy", [], -1),
     }
     clients["lossy"].stops_at_pass = stops_at_pass
+    clients["lossy"].error = error
 
     @contextlib.contextmanager
     def running(*_: object) -> Iterator[Any]:
@@ -145,11 +150,14 @@ def _play_all(
     return result
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SpecExtError])
 def test_an_interrupted_run_keeps_the_passes_that_are_complete(
-    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = _play_all(monkeypatch, -1, stops_at_pass=1)
+    """Also if a later turn is found to be too long, behind answers that were longer."""
+    result = _play_all(monkeypatch, -1, stops_at_pass=1, error=error)
     assert result.interrupted
+    assert isinstance(result.stopped_by, SpecExtError) == (error is SpecExtError)
     assert [(run.method, run.repeat) for run in result.runs] == [("plain", 0), ("lossy", 0)]
     assert result.drifts == []
     assert "INTERRUPTED: 1 of 2 passes are complete and in these tables" in report.verdict_lines(

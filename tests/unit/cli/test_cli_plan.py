@@ -89,7 +89,11 @@ def test_chains_and_trees_are_priced_each_by_its_own_steps(
     mixed = {size: {**dear.table[size], 0: row[0]} for size, row in TIMES.table.items()}
 
     def record(method: Method, *_: Any) -> Recorded:
-        found = dataclasses.replace(FULL, branches=method.name == "tree")
+        branches = method.name == "tree"
+        steps = [
+            [dataclasses.replace(s, branches=branches) for s in each] for each in FULL.requests
+        ]
+        found = dataclasses.replace(FULL, requests=tuple(map(tuple, steps)))
         return Recorded(method, {1: found, 8: found}, 99.6)
 
     monkeypatch.setattr(plan_module, "record_method", record)

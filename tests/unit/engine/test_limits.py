@@ -85,7 +85,9 @@ def test_processors_of_packages_are_not_left_out_without_a_word(
         refuse_installed_processors("auto", v1)
 
 
-@pytest.mark.parametrize("name", ["max_num_batched_tokens", "long_prefill_token_threshold"])
+@pytest.mark.parametrize(
+    "name", ["max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"]
+)
 def test_steps_shorter_than_a_draft_are_refused(name: str) -> None:
     """vLLM 0.32 fills requests with one token to read up, and would wait for ever, or fail."""
     for found in (16, 32):

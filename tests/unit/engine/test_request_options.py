@@ -249,3 +249,22 @@ def test_an_answer_of_one_token_is_not_remembered() -> None:
     for max_tokens in (1, 2):
         found = read_request(vllm.SamplingParams(max_tokens=max_tokens), SETTINGS, facts())
         assert found.options.remember is (max_tokens > 1)
+
+
+def test_a_session_that_may_end_where_it_repeats_itself_is_not_drafted_for() -> None:
+    """Only vLLM's scheduler knows where that is, and it counts what was accepted behind it."""
+    vllm = pytest.importorskip("vllm")
+    from vllm.sampling_params import RepetitionDetectionParams
+
+    from vllm_spec_ext.engine.requests.state import read_request
+
+    detection = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=3)
+    for is_streamed in (False, True):
+        params = vllm.SamplingParams(
+            stop_token_ids=[7],
+            repetition_detection=detection,
+            extra_args=with_facts(None, None, is_session=is_streamed),
+        )
+        state = read_request(params, SETTINGS, facts())
+        assert state.options.enabled is not is_streamed
+        assert state.ends == ({7} if is_streamed else set())

@@ -20,6 +20,7 @@ from vllm_spec_ext.training.batches import IGNORED, BatchPlan, Split, make_batch
 from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
 from vllm_spec_ext.training.distill import request_seeds
+from vllm_spec_ext.training.draft import checkpoint
 from vllm_spec_ext.training.draft.checkpoint import check_replaceable
 from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.flags import parse_command_line
@@ -292,7 +293,14 @@ def test_a_folder_takes_the_place_of_another_or_nothing_happens(
     assert (folder / "words").read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     check_replaceable(tmp_path / "new")
-    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "new")
+    (tmp_path / "link").symlink_to(make("elsewhere"))
+    mounts = [str(tmp_path / "new")]
+    monkeypatch.setattr(checkpoint.os.path, "ismount", lambda path: str(path) in mounts)
+    with pytest.raises(SpecExtError, match="no draft of an earlier"):
+        check_replaceable(tmp_path / "link")
+    mounts.append(str(tmp_path / "elsewhere"))
+    with pytest.raises(SpecExtError, match="mount point"):
+        check_replaceable(tmp_path / "link")
     with pytest.raises(SpecExtError, match=r"mount point.*--out .*new/draft"):
         check_replaceable(tmp_path / "new")
 

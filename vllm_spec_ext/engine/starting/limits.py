@@ -150,7 +150,11 @@ def refuse_short_prefills(args: "EngineArgs", method: str, num_draft_tokens: int
     Raises:
         UnsupportedError: A limit that is not above the longest draft.
     """
-    for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+    for name in (
+        "max_num_batched_tokens",
+        "max_num_scheduled_tokens",
+        "long_prefill_token_threshold",
+    ):
         found = getattr(args, name, None)
         if found and found <= num_draft_tokens:
             raise UnsupportedError(

@@ -2,6 +2,7 @@
 """Writing a finished draft: a standard Hugging Face folder, and what was measured."""
 
 import copy
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def check_replaceable(folder: Path) -> None:
 
     And for one that no folder can take the place of.
     """
-    if folder.is_mount():
+    if os.path.ismount(os.path.realpath(folder)):  # a link to a folder is none
         raise SpecExtError(
             f"{folder} is a mount point, which no other folder can replace; give one within it, "
             f"for example --out {folder / 'draft'}"
