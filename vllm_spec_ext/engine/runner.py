@@ -244,9 +244,8 @@ class SpecRunnerMixin:
             aux_hidden_states: [num_rows, hidden] of each layer that EAGLE-3 heads read.
         """
         self.drafter.models.see(hidden_states, aux_hidden_states)
-        if (
-            self.tree_attention is not None
-        ):  # what runs between steps, dummy batches too, has no tree
+        # What runs between steps, dummy batches of data parallelism too, has no tree.
+        if self.tree_attention is not None:
             self.tree_attention.end_step()
         limit = scheduler_output.num_spec_tokens_to_schedule
         return self.step_drafts.make(self.spec_step, sampled_token_ids, sample_hidden_states, limit)

@@ -152,7 +152,8 @@ def read_request(
     ends: set[int] = set()
     if is_session(params.extra_args):
         ends.update(params.stop_token_ids or ())
-        ends.update(() if params.eos_token_id is None else (params.eos_token_id,))
+        if params.eos_token_id is not None:
+            ends.add(params.eos_token_id)
         if params.repetition_detection is not None:  # where that ends it, only vLLM knows
             options = options.model_copy(update={"enabled": False})
     return RequestState(options, rule, eta, exact_ids, share_group, reads_history, frozenset(ends))
