@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from generation import ALWAYS_DRAFT, sampling_params, tokens
+from save_dflash import save_dflash
+from save_eagle3 import save_eagle3
 from scenarios import PROMPTS
 from test_blockwise_engine import save_random_heads
 from test_greedy_identity import runner_of
@@ -20,6 +22,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "adaptive_ngram": {**NGRAMS, "num_speculative_tokens": 12},
     "blockwise": {"method": "blockwise", "num_speculative_tokens": 3},
     "blockwise_tree": {"method": "blockwise", "num_speculative_tokens": 8, "tree": True},
+    "small_model": {"method": "small_model", "num_speculative_tokens": 4},
+    "nar": {"method": "nar", "adaptive_length": False},
 }
 
 
@@ -47,9 +51,14 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads that read the target's embeddings of the next token and of what it copies."""
-    return save_random_heads(tmp_path_factory.mktemp("heads") / "lora", copy_match=4)
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, str]:
+    """By method, drafters that read the target's embeddings."""
+    folder = tmp_path_factory.mktemp("drafters")
+    return {
+        "blockwise": str(save_random_heads(folder / "heads", copy_match=4)),
+        "small_model": save_eagle3(tiny_model, folder / "eagle3"),
+        "nar": save_dflash(tiny_model, folder / "nar"),
+    }
 
 
 def answers(
@@ -84,12 +93,12 @@ def test_same_tokens_as_plain_lora_serving(
     make_engine: Any,
     lora: dict[str, Any],
     adapters: list[Any],
-    heads: Path,
+    checkpoints: dict[str, str],
     expected: list[list[int]],
 ) -> None:
     config = dict(METHODS[name])
-    if config["method"] == "blockwise":
-        config["model"] = str(heads)
+    if config["method"] in checkpoints:
+        config["model"] = checkpoints[config["method"]]
     engine = make_engine(**lora, speculative_config=config)
     truths = expected if config["method"] == "oracle" else None
     for _ in range(2):  # the second time with what was learned, and with a filled prefix cache

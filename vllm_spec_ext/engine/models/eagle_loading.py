@@ -69,8 +69,8 @@ def share_layers(head: torch.nn.Module, target: torch.nn.Module) -> None:
     """
     language = target.get_language_model() if hasattr(target, "get_language_model") else target
     if not head.has_own_lm_head:
-        head.lm_head = language.lm_head
-    embeddings: torch.nn.Module | None = getattr(language.model, "embed_tokens", None)
+        head.lm_head = _without_adapters(language.lm_head)
+    embeddings = _without_adapters(getattr(language.model, "embed_tokens", None))
     if head.has_own_embed_tokens:
         ours: torch.Tensor | None = getattr(embeddings, "weight", None)
         own = head.model.embed_tokens.weight
@@ -83,3 +83,12 @@ def share_layers(head: torch.nn.Module, target: torch.nn.Module) -> None:
             "that has its own"
         )
     head.model.embed_tokens = embeddings
+
+
+def _without_adapters(layer: torch.nn.Module | None) -> torch.nn.Module | None:
+    """A layer of the target as it is without LoRA, whose rows are those of the target's step.
+
+    (vLLM 0.32 ``v1/worker/gpu/spec_decode/eagle/utils.py``, ``maybe_share_target_embed``.)
+    """
+    found: torch.nn.Module | None = getattr(layer, "base_layer", layer)
+    return found

@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Sequence
 
 from vllm_spec_ext.engine.watching.counts import WorkerCounts
-from vllm_spec_ext.proposers.base import EMPTY_DRAFT, Draft, StepContext, StepOutcome
+from vllm_spec_ext.proposers.base import Draft, StepContext, StepOutcome
 
 
 class SourceCounter:
@@ -22,17 +22,20 @@ class SourceCounter:
     def drafted(self, step: StepContext, drafts: Sequence[Draft]) -> None:
         """Remember who named the nodes of these drafts, and what was expected of them."""
         for request, draft in zip(step.requests, drafts, strict=True):
-            # In the place of one that was never verified; nobody counts an empty one.
-            self._waiting[request.request_id] = draft
+            # In the place of one that was never verified.
+            if draft.path_probs is not None or draft.sources is not None:
+                self._waiting[request.request_id] = draft
+            elif self._waiting:
+                self._waiting.pop(request.request_id, None)
 
     def verified(self, outcomes: Sequence[StepOutcome]) -> None:
         """Count what became of them."""
-        if not outcomes:
+        if not self._waiting:
             return
         together, sources = 0.0, dict[str, list[float]]()
         for outcome in outcomes:
-            draft = self._waiting.pop(outcome.request_id, EMPTY_DRAFT)
-            if draft.path_probs is None and draft.sources is None:
+            draft = self._waiting.pop(outcome.request_id, None)
+            if draft is None:
                 continue
             size = min(outcome.num_drafted, len(draft))
             expected = [0.0] * size
