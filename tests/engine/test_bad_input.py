@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong settings are refused with a clear message before any weight is loaded."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,16 @@ def test_wrong_requests_are_refused_and_the_engine_goes_on(
     assert len(out.outputs[0].token_ids) == 3
 
 
+def configured(model: Path, speculative: Any, **arguments: Any) -> Any:
+    """All that happens before weights load."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(
+        model=str(model), speculative_config=speculative, max_model_len=128, **arguments
+    )
+    return args.create_engine_config()
+
+
 def with_models(*folders: Path | str) -> dict[str, Any]:
     return {"method": "model_paths", "models": [str(folder) for folder in folders]}
 
@@ -254,6 +265,12 @@ def without_weights(target: Path, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def without_a_shard(target: Path, folder: Path) -> None:
+    save_draft(target, folder)
+    index = {"weight_map": {"x": "model.safetensors", "y": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def other_tokenizer(target: Path, folder: Path) -> None:
     build_tiny_model(folder, thinks=True)
 
@@ -274,6 +291,7 @@ DRAFTS: list[tuple[Callable[[Path, Path], None], str]] = [
     (empty, "no config.json in .*/draft"),
     (damaged, "cannot be used: .*expected a model that vLLM can run"),
     (without_weights, r"found no weights in .*expected \*\.safetensors"),
+    (without_a_shard, r"found no model-2.safetensors in .*files that its index lists"),
     (other_tokenizer, "another tokenizer: [0-9]+ of [0-9]+ ids mean something else"),
     (without_tokenizer, "found no tokenizer in .*copy the target's tokenizer files there"),
     (with_a_window, "the draft has .*expected full attention"),
@@ -287,6 +305,22 @@ def test_draft_models_that_cannot_work(
     make(tiny_model, tmp_path / "draft")
     with pytest.raises(SpecExtError, match=f"draft model draft1(: | .*){words}"):
         start(tiny_model, with_models(tiny_model, tmp_path / "draft"))
+
+
+def test_windows_that_are_switched_off(tiny_model: Path, tmp_path: Path) -> None:
+    """In the draft, too, whose configuration names them layer by layer."""
+    with_a_window(tiny_model, tmp_path / "plain")
+    save_draft(
+        tiny_model,
+        tmp_path / "mixed",
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    for name in ("plain", "mixed"):
+        config = with_models(tmp_path / name)
+        with pytest.raises(UnsupportedError, match=r"the draft has .*--disable-sliding-window"):
+            configured(tiny_model, config)
+        assert configured(tiny_model, config, disable_sliding_window=True)
 
 
 def test_a_draft_model_that_generates_nothing(tiny_model: Path, tmp_path: Path) -> None:
@@ -320,6 +354,24 @@ def test_too_little_memory_for_two_models(tiny_model: Path) -> None:
             block_size=32,
             max_num_seqs=4,
         )
+
+
+def test_quantized_kv_takes_less_memory(tiny_model: Path) -> None:
+    sizes = {"kv_cache_memory_bytes": 400_000, "block_size": 32, "max_num_seqs": 2}
+    config = with_models(tiny_model)
+    with pytest.raises(SpecExtError, match="takes 49152 bytes"):
+        configured(tiny_model, config, **sizes)
+    assert configured(tiny_model, config, **sizes, kv_cache_dtype="fp8")
+
+
+def test_weights_that_are_quantized_or_elsewhere_take_less(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "get_device_total_memory", lambda: 3_000_000)
+    config = with_models(tiny_model, tiny_model)
+    assert configured(tiny_model, config, block_size=32, cpu_offload_gb=1)
 
 
 def test_too_little_memory_at_all(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -520,7 +520,8 @@ def test_sessions_second_turns_and_aborts_do_no_harm(
 
 
 def test_config_of_a_checkpoint_is_read(heads: dict[str, str]) -> None:
-    from vllm_spec_ext.engine.models.eagle_checkpoint import is_eagle3, read_config, tensor_shapes
+    from vllm_spec_ext.engine.models.eagle_checkpoint import is_eagle3, read_config
+    from vllm_spec_ext.engine.models.weight_files import tensor_shapes
 
     for name, folder in heads.items():
         assert is_eagle3(read_config(folder), folder) == (name in KINDS), name

@@ -516,6 +516,14 @@ def test_files_that_are_missing_or_damaged(tiny_model: Path, tmp_path: Path) -> 
     folder = saved("window")
     edit(folder, dflash_config={"mask_token_id": 1, "target_layer_ids": [0], "use_swa": True})
     refused("found a sliding window", folder)
+    folder = saved("anchor")
+    given = {"mask_token_id": 1, "target_layer_ids": [0], "sample_from_anchor": True}
+    edit(folder, dflash_config=given)
+    refused("found sample_from_anchor, expected rows of masks alone", folder)
+    folder = saved("dspark")
+    edit(folder, architectures=["Qwen3DSparkModel"])
+    for method in ("nar", "small_model"):
+        refused("found Qwen3DSparkModel, a descendant of DFlash .* in a way of its", folder, method)
     folder = saved("fc", target_layer_ids=(0, 1))
     edit(folder, dflash_config={"mask_token_id": 1, "target_layer_ids": [0, 1, 2]})
     refused(r"found fc.weight of shape \[128, 256\], expected \[128, 384\]", folder)
@@ -529,6 +537,43 @@ def test_files_that_are_missing_or_damaged(tiny_model: Path, tmp_path: Path) -> 
     refused('found a DFlash drafter.*use the method "nar"', folder, "small_model")
     model = save_draft(tiny_model, tmp_path / "model", num_hidden_layers=1)
     refused("found architecture LlamaForCausalLM, expected a drafter of blocks", model)
+
+
+def test_the_block_of_a_checkpoint_in_the_layout_of_speculators(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """vLLM's reader of that layout leaves its size out."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = save_dflash(tiny_model, tmp_path / "drafter", block_size=5)
+    file = Path(folder) / "config.json"
+    own = json.loads(file.read_text())
+    dflash = own.pop("dflash_config")
+    outside = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+            "verifier": {"name_or_path": str(tiny_model), "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": own,
+        "block_size": own.pop("block_size"),
+        "mask_token_id": dflash["mask_token_id"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in dflash["target_layer_ids"]],
+        "draft_vocab_size": own["vocab_size"],
+    }
+    file.write_text(json.dumps(outside))
+    config = EngineArgs(
+        model=str(tiny_model),
+        speculative_config={"method": "nar", "model": folder},
+        max_model_len=128,
+    ).create_engine_config()
+    spec: Any = config.speculative_config
+    (draft,) = spec.draft_models
+    assert draft.dflash.block_size == 5
+    assert draft.dflash.layers == tuple(outside["aux_hidden_state_layer_ids"])
 
 
 # All but the prompt that comes near the greatest length: while one request does, vLLM 0.32 drafts

@@ -503,6 +503,14 @@ FUNCTIONS: tuple[Hook, ...] = (
         type="str",
     ),
     Hook(
+        "vllm.model_executor.model_loader.weight_utils",
+        "filter_files_not_needed_for_inference",
+        "files beside a draft model's weights that are none",
+        names=("hf_weights_files",),
+        exact=True,
+        type="list[str]",
+    ),
+    Hook(
         "vllm.utils.torch_utils",
         "resolve_kv_cache_dtype_string",
         "the KV cache's data type, before the engine starts",

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vllm_spec_ext.engine.models.eagle_checkpoint import read_config
 from vllm_spec_ext.proposers.models import BlockFacts
 from vllm_spec_ext.proposers.nar.layout import (
     EXTRAS_KEY,
@@ -38,6 +39,7 @@ class DFlashFacts:
     mask_token_id: int | None
     causal: bool  # rows of a block see those before them only
     has_window: bool
+    samples_anchor: bool  # the row of the token that is known foresees one, too
     num_target_layers: int | None = None
     nar: NarConfig = field(default_factory=NarConfig)
 
@@ -86,6 +88,7 @@ class DFlashFacts:
             mask_token_id=mask,
             causal=bool(own.get("causal", False) if causal is None else causal),
             has_window=bool(own.get("use_swa", False)),
+            samples_anchor=bool(own.get("sample_from_anchor", False)),
             num_target_layers=getattr(config, "num_target_layers", None),
             nar=read_nar_config({EXTRAS_KEY: getattr(config, EXTRAS_KEY, None)}, model),
         )
@@ -100,6 +103,14 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
     return "dflash_config" in config or any(name.startswith(known) for name in names)
 
 
+def other_kind(config: Mapping[str, Any]) -> str | None:
+    """What a descendant of DFlash that drafts in another way calls itself; None of others."""
+    kind = str(config.get("speculators_model_type", ""))
+    names: Sequence[str] = config.get("architectures") or ()
+    others = [name for name in names if "DSpark" in name or name.startswith("LiLiCorr")]
+    return kind if kind.startswith("dspark") else next(iter(others), None)
+
+
 def make_dflash(model_config: "ModelConfig", max_model_len: int) -> None:
     """Give a checkpoint's configuration the form that vLLM's class of it reads.
 
@@ -110,6 +121,10 @@ def make_dflash(model_config: "ModelConfig", max_model_len: int) -> None:
     from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
     config = model_config.hf_config
+    if getattr(config, "block_size", None) is None:
+        # vLLM 0.32 ``update_dflash``, which reads the layout of ``speculators``, leaves it out.
+        block_size = read_config(model_config.model).get("block_size")
+        setattr(config, "block_size", block_size)  # noqa: B010, not of every config
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and longest < max_model_len:
         setattr(config, "max_position_embeddings", max_model_len)  # noqa: B010, not of every config

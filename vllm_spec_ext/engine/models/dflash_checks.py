@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, extras_file
-from vllm_spec_ext.engine.models.eagle_checkpoint import tensor_shapes
 from vllm_spec_ext.engine.models.same_ids import why_ids_differ
+from vllm_spec_ext.engine.models.weight_files import tensor_shapes
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
 from vllm_spec_ext.proposers.nar.guesses import SlotGuesses
@@ -67,6 +67,11 @@ def _sizes(facts: DFlashFacts, target: "ModelConfig") -> Iterator[str]:
         )
     if facts.block_size < 2:
         yield f"found block_size={facts.block_size}, expected 2 or more; {_AGAIN}"
+    if facts.samples_anchor:
+        yield (
+            "found sample_from_anchor, expected rows of masks alone to foresee tokens; use another "
+            "checkpoint"
+        )
     if facts.has_window:
         yield "found a sliding window (use_swa), expected full attention; use another checkpoint"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_spec_ext.engine.models.dflash_checks import dflash_reasons
-from vllm_spec_ext.engine.models.eagle_checkpoint import tensor_shapes
 from vllm_spec_ext.engine.models.eagle_checks import eagle3_reasons
 from vllm_spec_ext.engine.models.same_ids import why_ids_differ
+from vllm_spec_ext.engine.models.weight_files import listed_files, tensor_shapes, weight_files
 from vllm_spec_ext.errors import UnsupportedError, shown
 from vllm_spec_ext.proposers.models import ModelSpec
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 SHARED_BLOCKS = "the two share KV blocks and their block table"
 
 
@@ -84,7 +83,15 @@ def _shared_reasons(
 
 def _weights(draft: "ModelConfig") -> Iterator[str]:
     folder = Path(draft.model)
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+    if not folder.is_dir():
+        return
+    missing = sorted(name for name in listed_files(folder) if not (folder / name).is_file())
+    if missing:
+        yield (
+            f"found no {missing[0]} in {shown(draft.model)}, expected each of the files that its "
+            "index lists; download it again"
+        )
+    elif not weight_files(folder):
         yield f"found no weights in {shown(draft.model)}, expected *.safetensors; copy them there"
 
 
@@ -94,6 +101,8 @@ def windows_of(config: "ModelConfig") -> str | None:
     if window is not None:
         return f"a window of {window} tokens"
     kinds = set(getattr(config.hf_text_config, "layer_types", None) or ()) - {"full_attention"}
+    if config.disable_sliding_window:
+        kinds.discard("sliding_attention")  # whose windows are None then
     return ", ".join(sorted(kinds)) or None
 
 
@@ -111,7 +120,7 @@ def _kinds(whose: str, config: "ModelConfig") -> Iterator[str]:
     if found is not None:
         yield (
             f"{whose} has {found}, expected full attention in all layers; {SHARED_BLOCKS}. Use a "
-            "model of full attention, or run it with --disable-sliding-window"
+            "model of full attention, or start the engine with --disable-sliding-window"
         )
     if config.attention_chunk_size:
         yield f"{whose} has chunked attention, expected full attention; {SHARED_BLOCKS}"

@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, is_dflash, make_dflash
+from vllm_spec_ext.engine.models.dflash_checkpoint import (
+    DFlashFacts,
+    is_dflash,
+    make_dflash,
+    other_kind,
+)
 from vllm_spec_ext.engine.models.draft_checks import check_draft_model
 from vllm_spec_ext.engine.models.eagle_checkpoint import (
     Eagle3Facts,
@@ -92,6 +97,13 @@ def with_kind(spec: ModelSpec) -> ModelSpec:
         found = read_config(spec.model if folder is None else folder)
     except OSError as error:
         raise _cannot_be_used(spec, error) from error
+    other = other_kind(found)
+    if other is not None:
+        raise SpecExtError(
+            f"draft model {spec.name} ({shown(spec.model)}): found {other}, a descendant of DFlash "
+            "that drafts in a way of its own, expected DFlashDraftModel; use another checkpoint, "
+            "or a method of vLLM's own for it"
+        )
     if spec.kind == "dflash":
         if not is_dflash(found):
             names = ", ".join(found.get("architectures") or ()) or "none"
@@ -165,6 +177,7 @@ def read_model_config(spec: ModelSpec, target: "ModelConfig") -> "ModelConfig":
             seed=target.seed,
             tokenizer_revision=target.tokenizer_revision,
             spec_target_max_model_len=target.max_model_len,
+            disable_sliding_window=target.disable_sliding_window,
             quantization=spec.quantization,
             enforce_eager=target.enforce_eager,
             max_logprobs=target.max_logprobs,

@@ -102,23 +102,3 @@ def make_eagle3(model_config: "ModelConfig", max_model_len: int) -> None:
     model_config.hf_config = EAGLEConfig(config, method="eagle3", model_type="eagle")
     holder: Any = SimpleNamespace(draft_model_config=model_config)
     SpeculativeConfig.update_arch_(holder)  # reads nothing else of it
-
-
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in a folder's weight files; weights are not read."""
-    found: dict[str, tuple[int, ...]] = {}
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        from safetensors import safe_open
-
-        for file in files:
-            with safe_open(str(file), framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118, it is no dict
-                    found[name] = tuple(opened.get_slice(name).get_shape())
-        return found
-    import torch
-
-    for file in [*sorted(folder.glob("*.bin")), *sorted(folder.glob("*.pt"))]:
-        weights = torch.load(file, map_location="meta", weights_only=True, mmap=True)
-        found |= {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    return found

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vllm_spec_ext.engine.models.eagle_checkpoint import (
     Eagle3Facts,
     drafts_in_parallel,
-    tensor_shapes,
 )
+from vllm_spec_ext.engine.models.weight_files import tensor_shapes
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig

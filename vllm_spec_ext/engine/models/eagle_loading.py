@@ -9,9 +9,9 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.config.utils import replace
 from vllm.model_executor.model_loader import get_model
 
+from vllm_spec_ext.engine.models.loading import draft_attention
 from vllm_spec_ext.engine.models.paged_eagle import PagedEagle
 from vllm_spec_ext.errors import UnsupportedError
 
@@ -27,7 +27,7 @@ def eagle_vllm_config(vllm_config: "VllmConfig", model_config: "ModelConfig") ->
     speculative.draft_model_config = model_config
     own = copy(vllm_config)  # made anew it would be checked for its method
     own.speculative_config = speculative
-    own.attention_config = replace(vllm_config.attention_config, backend=None)
+    own.attention_config = draft_attention(vllm_config.attention_config)
     own.lora_config = None
     return own
 

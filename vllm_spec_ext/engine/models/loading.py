@@ -13,9 +13,11 @@ import torch
 from vllm.config.utils import replace
 from vllm.model_executor.model_loader import get_model
 
+from vllm_spec_ext.engine.models.kv_binding import BACKENDS
 from vllm_spec_ext.engine.models.paged_model import PagedModel
 
 if TYPE_CHECKING:
+    from vllm.config.attention import AttentionConfig
     from vllm.config.model import ModelConfig
     from vllm.config.vllm import VllmConfig
 
@@ -32,9 +34,19 @@ def draft_vllm_config(vllm_config: "VllmConfig", model_config: "ModelConfig") ->
         lora_config=None,
         # Making a VllmConfig writes whether its model is a mixture of experts there.
         parallel_config=copy(vllm_config.parallel_config),
-        attention_config=replace(vllm_config.attention_config, backend=None),
+        attention_config=draft_attention(vllm_config.attention_config),
         model_config=model_config,
     )
+
+
+def draft_attention(theirs: "AttentionConfig") -> "AttentionConfig":
+    """The engine's attention for a draft: on the backend that the user asked for, if drafts can.
+
+    Else vLLM chooses one for it, as it does for its own drafters.
+    """
+    asked = theirs.backend
+    is_kept = asked is not None and asked.name in BACKENDS
+    return replace(theirs, backend=asked if is_kept else None)
 
 
 def load(

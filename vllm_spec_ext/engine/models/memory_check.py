@@ -5,15 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from vllm_spec_ext.engine.models.draft_config import DraftConfig
+from vllm_spec_ext.engine.models.weight_files import weight_bytes
 from vllm_spec_ext.engine.starting.kv_blocks import expected_block_size
 from vllm_spec_ext.engine.starting.scratch import ScratchNeed
 from vllm_spec_ext.errors import SpecExtError
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -21,17 +23,38 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 
 
-def block_bytes(config: "ModelConfig", parallel: "ParallelConfig", block_size: int) -> int:
-    """A KV block of all layers of a model, on one rank."""
-    dtype: torch.dtype = config.dtype
+PLAIN_DTYPES = ("auto", "float32", "float16", "bfloat16")
+"""Of KV that is not quantized."""
+
+
+def block_bytes(
+    config: "ModelConfig", parallel: "ParallelConfig", block_size: int, kv_cache_dtype: str = "auto"
+) -> int:
+    """A KV block of all layers of a model, on one rank; of quantized KV a lower bound."""
+    bits = _kv_bits(config, kv_cache_dtype)
     heads = config.get_num_kv_heads(parallel)
-    size = int(config.get_head_size())
-    return 2 * config.get_num_layers(parallel) * heads * size * dtype.itemsize * block_size
+    numbers = 2 * config.get_num_layers(parallel) * heads * int(config.get_head_size())
+    return numbers * block_size * bits // 8
 
 
-def weight_bytes(model: str) -> int:
-    """Weights in a folder; 0 where they are not known, as of a name on the Hub."""
-    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+def _kv_bits(config: "ModelConfig", kv_cache_dtype: str) -> int:
+    """Of one number; of those that share bytes the fewest that any kind has."""
+    found = str(resolve_kv_cache_dtype_string(kv_cache_dtype, config))
+    if found not in PLAIN_DTYPES:
+        return 8 if found.startswith(("fp8", "int8")) else 2
+    dtype: torch.dtype = config.dtype if found == "auto" else getattr(torch, found)
+    return 8 * dtype.itemsize
+
+
+def known_weight_bytes(config: "ModelConfig") -> int:
+    """What a model's weights take at least; 0 where its files do not say it.
+
+    Those of a name on the Hub are not there yet, and others are quantized while they load.
+    """
+    is_smaller = config.quantization is not None and not hasattr(
+        config.hf_config, "quantization_config"
+    )
+    return 0 if is_smaller else weight_bytes(Path(config.model))
 
 
 def check_memory(
@@ -61,13 +84,14 @@ def check_memory(
         return
     block_size = expected_block_size(args)
     configs = [target, *(draft.model_config for draft in drafts)]
-    each = sum(block_bytes(config, parallel, block_size) for config in configs)
+    kv_dtype = args.kv_cache_dtype
+    each = sum(block_bytes(config, parallel, block_size, kv_dtype) for config in configs)
     scratch = ScratchNeed.of_drafts(tree, num_draft_tokens, args.max_num_seqs or 1, block_size)
     of_request = -(-target.max_model_len // block_size) + 1  # one is vLLM's null block
     needed = scratch.with_requests(of_request)
     given = args.kv_cache_memory_bytes
     if given is not None and needed * each > given:
-        own = block_bytes(target, parallel, block_size)
+        own = block_bytes(target, parallel, block_size, kv_dtype)
         raise SpecExtError(
             f"too little KV cache for {len(drafts)} draft model(s): found kv_cache_memory_bytes="
             f"{given}, expected at least {needed * each}: a block takes {each} bytes ({own} of the "
@@ -76,7 +100,9 @@ def check_memory(
             f"{target.max_model_len} tokens. Raise --kv-cache-memory-bytes, lower --max-model-len "
             "or --max-num-seqs, or use fewer or smaller draft models"
         )
-    weights = sum(weight_bytes(config.model) for config in configs) // parallel.tensor_parallel_size
+    if args.cpu_offload_gb or args.offload_group_size:
+        return  # some of the weights are elsewhere
+    weights = sum(map(known_weight_bytes, configs)) // parallel.tensor_parallel_size
     total = int(current_platform.get_device_total_memory())
     if weights + needed * each > total:
         raise SpecExtError(

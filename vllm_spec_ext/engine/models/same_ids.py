@@ -24,7 +24,8 @@ def why_ids_differ(draft: "ModelConfig", target: "ModelConfig") -> str | None:
     if own is None:
         return (
             f"found no tokenizer in {shown(draft.model)}, expected the target's; if it was trained "
-            "with that one, copy the target's tokenizer files there"
+            "with that one, copy the target's tokenizer files there; EAGLE heads that are none of "
+            'EAGLE-3 have none either: vLLM\'s own method "eagle" runs those'
         )
     if tokenizer_fingerprint(own) == tokenizer_fingerprint(ours):
         return None

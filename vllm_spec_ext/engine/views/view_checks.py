@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from vllm_spec_ext.engine.models.draft_checks import windows_of
+from vllm_spec_ext.engine.models.memory_check import PLAIN_DTYPES
 from vllm_spec_ext.engine.starting.kv_blocks import expected_block_size
 from vllm_spec_ext.errors import UnsupportedError
 from vllm_spec_ext.proposers.views import ViewSpec
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
-
-PLAIN_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def wanted_views(specs: Sequence[ViewSpec]) -> tuple[ViewSpec, ...]:

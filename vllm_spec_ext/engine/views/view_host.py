@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from vllm_spec_ext.engine.drafting.ranks import Ranks
 from vllm_spec_ext.engine.models.batch_events import BlockEvents
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
-from vllm_spec_ext.engine.models.memory_check import block_bytes, weight_bytes
+from vllm_spec_ext.engine.models.memory_check import block_bytes
+from vllm_spec_ext.engine.models.weight_files import weight_bytes
 from vllm_spec_ext.engine.views.page_layout import PageBudget
 from vllm_spec_ext.engine.views.paged_target import PagedTarget
 from vllm_spec_ext.engine.views.replay import SharedTargetPasses
@@ -153,5 +155,5 @@ def read_facts(vllm_config: "VllmConfig", target: torch.nn.Module) -> ReadFacts:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     # On CPUs weights are packed when they are loaded, and the module's own are empty.
     loaded = sum(weight.numel() * weight.element_size() for weight in target.parameters())
-    on_disk = weight_bytes(model.model) // parallel.tensor_parallel_size
+    on_disk = weight_bytes(Path(model.model)) // parallel.tensor_parallel_size
     return ReadFacts(max(1, loaded, on_disk), max(1, block_bytes(model, parallel, 1)))
