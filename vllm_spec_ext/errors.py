@@ -86,5 +86,9 @@ class RequestOptionError(SpecExtError):
         super().__init__(f"{self.parameter}: {_cut(message, _MAX_MESSAGE)}")
 
 
+class RanksApartError(RuntimeError):
+    """A rank left what several compute together; they can only end."""
+
+
 class ProposerError(RuntimeError):
     """A proposer broke its contract; raised only where ``VLLM_SPEC_EXT_STRICT`` asks for it."""

@@ -237,11 +237,13 @@ def load_heads(
         fingerprint=fingerprint,
         num_draft_tokens=num_draft_tokens,
     )
-    with torch.device("meta"):  # a damaged config may ask for more memory than there is
-        planned = BlockwiseHeads(config)
-    weights = _read_weights(folder, planned)
-    module = BlockwiseHeads(config)
-    module.load_state_dict(weights)
+    # A damaged config may ask for more memory than there is. And nothing is drawn: heads that are
+    # read on one rank of several would move its random numbers away from those of the others.
+    with torch.device("meta"):
+        module = BlockwiseHeads(config)
+    weights, expected = _read_weights(folder, module), module.state_dict()
+    weights = {name: value.to(expected[name].dtype) for name, value in weights.items()}
+    module.load_state_dict(weights, assign=True)
     return config, module.eval().requires_grad_(False)
 
 

@@ -7,7 +7,7 @@ It has every request draft as many tokens in every step, and knows none of them.
 from typing import Any
 
 import pytest
-from generation import count_preempted, run, tokens
+from generation import count_preempted, run, sampling_params, tokens
 from scenarios import PROMPTS, Scenario
 from test_greedy_identity import METHODS, runner_of
 
@@ -99,6 +99,24 @@ def test_sampling_grammars_and_penalties(method: str, plain: Any, make_engine: A
     answers = run(plain, MIXED)
     engine = start(make_engine, method)
     assert tokens(run(engine, MIXED, truths(answers))) == tokens(answers)
+
+
+@pytest.mark.parametrize("behind_each_step", [True, False])
+def test_a_prompt_of_one_token_has_no_log_probabilities(
+    behind_each_step: bool, make_engine: Any
+) -> None:
+    """vLLM fills such a request up to the length of the others, and takes the rows for prompt."""
+    config = METHODS["oracle_tree" if behind_each_step else "input_copy"]
+    config = {**config, "num_speculative_tokens_per_batch_size": None}
+    core = make_engine(speculative_config=config, async_scheduling=True).llm_engine
+    core.add_request("running", PROMPTS[0], sampling_params({"max_tokens": 20}))
+    core.step()
+    asked = sampling_params({"max_tokens": 3, "prompt_logprobs": 1})
+    core.add_request("short", {"prompt_token_ids": [9]}, asked)
+    found: dict[str, Any] = {}
+    while core.has_unfinished_requests():
+        found |= {out.request_id: out for out in core.step() if out.finished}
+    assert found["short"].prompt_logprobs == [None]
 
 
 def test_preemption(plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

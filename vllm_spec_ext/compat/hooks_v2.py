@@ -102,6 +102,13 @@ FUNCTIONS_V2: tuple[Hook, ...] = (
     ),
     _V2(
         _RUNNER,
+        "GPUModelRunner.add_requests",
+        "which prompts have one token",
+        names=("scheduler_output",),
+        exact=True,
+    ),
+    _V2(
+        _RUNNER,
         "GPUModelRunner.execute_model",
         "a step begins",
         names=("scheduler_output",),

@@ -39,6 +39,7 @@ CLASSES_V2: tuple[Reads, ...] = (
             "model_config": "ModelConfig",
             "model_state": "DefaultModelState",
             "parallel_config": "ParallelConfig",
+            "prompt_logprobs_worker": "PromptLogprobsWorker | None",
             "rejection_sampler": "RejectionSampler",
             "req_states": "RequestState",
             "sampler": "Sampler",
@@ -119,8 +120,15 @@ CLASSES_V2: tuple[Reads, ...] = (
             "last_sampled_tokens": "torch.Tensor",
             "max_num_reqs": "int",
             "num_computed_tokens_np": "numpy.ndarray",
+            "req_id_to_index": "dict[str, int]",
             "total_len": "StagedWriteTensor",
         },
+    ),
+    _V2(
+        "vllm.v1.worker.gpu.sample.prompt_logprob",
+        "PromptLogprobsWorker",
+        "prompts of one token have no log-probabilities",
+        {"uses_prompt_logprobs": "numpy.ndarray"},
     ),
     _V2(
         "vllm.v1.worker.gpu.buffer_utils",

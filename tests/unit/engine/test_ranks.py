@@ -7,10 +7,13 @@ from functools import partial
 from queue import Queue
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
+from vllm_spec_ext.engine.drafting.barrier import Barrier
 from vllm_spec_ext.engine.drafting.ranks import Ranks
+from vllm_spec_ext.errors import RanksApartError
 
 CPU = torch.device("cpu")
 WIDTH = 4
@@ -153,12 +156,44 @@ def test_the_other_ranks_end_where_the_first_one_does() -> None:
         second.lead(lambda: (step(), []))
 
 
-def test_what_a_proposer_draws_is_not_drawn_again_by_verification() -> None:
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand(1)), lambda: float(np.random.rand())])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_proposer_draws_is_not_drawn_again_by_verification(
+    draw: Callable[[], float], late: bool
+) -> None:
     """And it draws other numbers in each step, while the ranks go on drawing the same."""
     leader = Ranks(cast(Any, Group(0, Queue())), CPU)
-    torch.manual_seed(5)
-    expected = torch.rand(2).tolist()
-    torch.manual_seed(5)
-    drawn = [leader.lead(lambda: (float(torch.rand(1)), []))[0] for _ in range(2)]
-    assert torch.rand(2).tolist() == expected
+    drawn: list[float] = []
+
+    def draft() -> torch.Tensor:
+        drawn.append(draw())
+        return torch.zeros(1)
+
+    def step() -> object:
+        return (
+            leader.spread(draft, (1,), torch.int64) if late else leader.lead(lambda: (0, [draft()]))
+        )
+
+    def start() -> None:
+        torch.manual_seed(5)
+        np.random.seed(5)
+
+    start()
+    expected = [draw(), draw()]
+    start()
+    step()
+    step()
+    assert [draw(), draw()] == expected
     assert len({*drawn, *expected}) == 4
+
+
+def test_a_rank_without_memory_ends_the_engine() -> None:
+    """The others wait inside of the pass; the next message would be taken for a part of it."""
+    leader = Ranks(cast(Any, Group(0, Queue())), CPU)
+    barrier = Barrier("test", 7)
+
+    def run() -> None:
+        leader.work_together(Pass(torch.OutOfMemoryError("full")))
+
+    with pytest.raises(RanksApartError, match="no memory for what all ranks compute"):
+        barrier.call("propose", run, None)

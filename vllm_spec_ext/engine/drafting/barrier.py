@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from vllm_spec_ext.environment import STRICT, is_set
-from vllm_spec_ext.errors import ProposerError
+from vllm_spec_ext.errors import ProposerError, RanksApartError
 from vllm_spec_ext.proposers.base import EMPTY_DRAFT, Draft, StepContext
 from vllm_spec_ext.proposers.draft_tree import parents_of, tree_problem
 
@@ -56,9 +56,12 @@ class Barrier:
 
         Raises:
             ProposerError: It raised, and the environment asks for strictness.
+            RanksApartError: Nothing can go on.
         """
         try:
             return function()
+        except RanksApartError:
+            raise  # the other ranks wait for this one
         except Exception as error:
             kind = f"{what} raised {type(error).__name__}"
             self._report(kind, f"{what}() raised {type(error).__name__}: {error}", error)

@@ -8,12 +8,16 @@ they wait, and take their part in the target's layers that it calls, as these ar
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
+
+from vllm_spec_ext.errors import RanksApartError
 
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -117,11 +121,7 @@ class Ranks:
         if not self.leads:
             return self._follow()
         try:
-            # The ranks draw the same samples from the same global generators; a proposer that
-            # draws from them too, on this rank alone, must leave them as they were. What it draws
-            # is never drawn again, by verification, which would not be independent of its drafts.
-            with torch.random.fork_rng([] if self._device.type == "cpu" else [self._device]):
-                self._seed()
+            with self.drawing_apart():
                 value, tensors = work()
         except BaseException as error:
             self._group.broadcast_object(Failure(f"{type(error).__name__}: {error}"))
@@ -133,8 +133,27 @@ class Ranks:
             self._group.broadcast(tensor)
         return value, tensors
 
+    @contextmanager
+    def drawing_apart(self) -> Iterator[None]:
+        """What is drawn here, on one rank alone, moves no global generator of torch and numpy.
+
+        From these the ranks draw the same samples and seeds. And what a proposer draws is never
+        drawn again, by verification, which would not be independent of its drafts.
+        """
+        if self.is_alone:
+            yield
+            return
+        numpys = np.random.get_state()  # vLLM draws seeds from it (0.32 SamplingStates)
+        try:
+            with torch.random.fork_rng([] if self._device.type == "cpu" else [self._device]):
+                self._seed()
+                yield
+        finally:
+            np.random.set_state(numpys)
+
     def _seed(self) -> None:
         """Other numbers than before; ``torch.manual_seed`` asks every platform, for 0.3 ms."""
+        np.random.seed(self._next_seed % 2**32)
         torch.default_generator.manual_seed(self._next_seed)
         if self._device.type == "cuda":
             index = (
@@ -157,19 +176,31 @@ class Ranks:
             return make()
         if not self.leads:
             return self._receive(tuple(shape), dtype)
-        return self._group.broadcast(make().to(dtype).contiguous())
+        with self.drawing_apart():
+            made = make()
+        return self._group.broadcast(made.to(dtype).contiguous())
 
     def call(self, argument: torch.Tensor, *, is_embedding: bool) -> torch.Tensor | None:
-        """On rank 0: compute a shared layer of the target together with the other ranks."""
+        """On rank 0: compute a shared layer of the target together with the other ranks.
+
+        Raises:
+            RanksApartError: There is no memory for it, on this rank.
+        """
         argument = argument.to(self._device).contiguous()  # what fails here is told to nobody
         self._group.broadcast_object(Call(is_embedding, tuple(argument.shape), argument.dtype))
         self._group.broadcast(argument)
-        return self._compute(argument, is_embedding)
+        with _together():
+            return self._compute(argument, is_embedding)
 
     def work_together(self, work: "Work[ResultT]") -> ResultT:
-        """On rank 0: run a draft model together with the other ranks; this rank's result."""
+        """On rank 0: run a draft model together with the other ranks; this rank's result.
+
+        Raises:
+            RanksApartError: There is no memory for it, on this rank.
+        """
         self._group.broadcast_object(work)
-        return work.run(self._models)
+        with _together():
+            return work.run(self._models)
 
     def _compute(self, argument: torch.Tensor, is_embedding: bool) -> torch.Tensor | None:
         layer = self._target.embed_input_ids if is_embedding else self._target.compute_logits
@@ -211,6 +242,15 @@ class Ranks:
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         return self._group.broadcast(tensor)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """What fails for want of memory may do so on this rank alone, and the others wait for it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RanksApartError(f"no memory for what all ranks compute together: {error}") from error
 
 
 class SharedTarget:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         GPUModelRunner,
     )
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
     from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.utils import AttentionGroup
@@ -72,6 +73,7 @@ class SpecRunnerV2Mixin:
     rejection_sampler: "RejectionSampler"
     req_states: "RequestState"
     execute_model_state: "ExecuteModelState | None"
+    prompt_logprobs_worker: "PromptLogprobsWorker | None"
     compilation_config: "CompilationConfig"
     kv_cache_config: "KVCacheConfig"
     kernel_block_sizes: list[int]
@@ -170,6 +172,19 @@ class SpecRunnerV2Mixin:
         self.drafter.blocks_change(scheduler_output, gone)
         super().finish_requests(scheduler_output)  # type: ignore[misc]
         self.spec_requests.schedule(scheduler_output)
+
+    def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
+        """Prompts of one token have no log-probabilities.
+
+        vLLM's scheduler may fill such a request up to the length of the others, and its worker
+        would take these rows for more of the prompt (0.32 ``compute_prompt_logprobs``).
+        """
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        worker = self.prompt_logprobs_worker
+        for new in scheduler_output.scheduled_new_reqs:
+            if worker is not None and new.prompt_len == 1:
+                place = self.req_states.req_id_to_index[new.req_id]
+                worker.uses_prompt_logprobs[place] = False
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         """A step begins; an answer of its own carries what was counted (V1 runner, the same)."""

@@ -192,6 +192,13 @@ def test_round_trip(folder: Path) -> None:
     assert "1.80" in (folder / "README.md").read_text()
 
 
+def test_reading_draws_nothing(folder: Path) -> None:
+    """One rank of several may read other heads while all draw the same samples."""
+    before = torch.get_rng_state()
+    load_heads(folder)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
