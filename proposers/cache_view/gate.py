@@ -70,7 +70,7 @@ class ViewGate:
             rows: Those that could be drafted for.
             kinds: Of their drafts.
         """
-        num_requests = len(step.requests)
+        num_requests, total = len(step.requests), _total_tokens(step)
         costs = self._value.begin(step)
         if not rows:
             return Decision((), 0, "no request has room")
@@ -81,14 +81,16 @@ class ViewGate:
         plain = costs.in_tokens(step.plain_seconds)
         if plain is None:
             return Decision(rows, self._max_depth, "plain steps are not measured")
+        # What reading the KV of one token in sight takes of a plain step.
+        of_token = 1.0 / (self.fixed.tokens(num_requests) + total)
         paying = [
             (row, kind)
             for row, kind in zip(rows, kinds, strict=True)
-            if self._rates[kind].rate(0) - costs.node > plain * self._own_share(step, row)
+            if self._rates[kind].rate(0) - costs.node > plain * of_token * self._seen(step, [row])
         ]
         if not any(kind.is_partial for _, kind in paying):
             paying = []
-        share = self.fixed.share(num_requests, *self._tokens(step, [row for row, _ in paying]))
+        share = self.fixed.share(num_requests, total, self._seen(step, [row for row, _ in paying]))
         gains = [0.0] * self._max_depth
         for row, kind in paying:
             reached = 1.0
@@ -119,7 +121,8 @@ class ViewGate:
         self._value.spend(num_passes * seconds)
         if step.plain_seconds:
             share = seconds / step.plain_seconds
-            self.fixed.observe(len(step.requests), *self._tokens(step, rows), share)
+            total, seen = _total_tokens(step), self._seen(step, rows)
+            self.fixed.observe(len(step.requests), total, seen, share)
 
     def observe(self, outcome: StepOutcome) -> None:
         """Learn how far a draft was right."""
@@ -134,17 +137,15 @@ class ViewGate:
         """The outcome of a request's draft will not come."""
         self._pending.pop(request_id, None)
 
-    def _own_share(self, step: StepContext, row: int) -> float:
-        """What reading the KV of one request in sight takes of a plain step."""
-        total, seen = self._tokens(step, [row])
-        fixed = self.fixed.tokens(len(step.requests))
-        return seen / (fixed + total)
-
     def _hidden(self, request: RequestStep) -> int:
         length = len(request.token_ids)
         return length - self._view.seen(length)
 
-    def _tokens(self, step: StepContext, rows: Sequence[int]) -> tuple[int, int]:
-        """KV that a plain step reads, and that a pass for these requests reads."""
-        total = sum(len(request.token_ids) for request in step.requests)
-        return total, sum(self._view.seen(len(step.requests[row].token_ids)) for row in rows)
+    def _seen(self, step: StepContext, rows: Sequence[int]) -> int:
+        """Tokens whose KV a pass for these requests reads."""
+        return sum(self._view.seen(len(step.requests[row].token_ids)) for row in rows)
+
+
+def _total_tokens(step: StepContext) -> int:
+    """Tokens whose KV a plain step reads."""
+    return sum(len(request.token_ids) for request in step.requests)

@@ -7,6 +7,7 @@ the target accepts all of it. And page means are compared with the cache at ever
 
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -501,7 +502,7 @@ def test_layers_are_in_the_order_of_the_model() -> None:
 def test_means_have_their_part_of_the_memory() -> None:
     """By arithmetic."""
     chooses, streams = ViewHost([ViewSpec("a")]), ViewHost([ViewSpec("b", "stream")])
-    chooses._block_size = 16
+    chooses._cache_config = SimpleNamespace(block_size=16)
     assert chooses.without_means(33_000) == 32_000
     assert streams.without_means(33_000) == 33_000
 

@@ -163,7 +163,10 @@ def test_it_drafts_nothing_on_cpus_unless_told_to(
 ) -> None:
     engine = engines("triforce", draft_on_cpu=False)
     assert tokens(run(engine, SCENARIOS["mixed_lengths"])) == expected["mixed_lengths"]
-    assert not runner_of(engine).drafter.views
+    drafter = runner_of(engine).drafter
+    assert not drafter.views
+    assert not drafter.models
+    assert drafter.scratch_need.most == 0
     assert all(outcome.num_drafted == 0 for outcome, *_ in watch.outcomes)
 
 

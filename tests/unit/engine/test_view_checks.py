@@ -2,6 +2,7 @@
 """Which views an engine keeps, and which targets it refuses, told from settings alone."""
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from vllm_spec_ext.engine.views import view_checks
+from vllm_spec_ext.engine.views.view_binding import check_numbers
 from vllm_spec_ext.engine.views.view_checks import check_views, wanted_views
 from vllm_spec_ext.engine.views.view_host import warn_of_idle_views
 from vllm_spec_ext.errors import UnsupportedError
@@ -34,6 +36,7 @@ FULL_ATTENTION: dict[str, Any] = {
     "use_mla": False,
     "hf_text_config": SimpleNamespace(),
     "get_sliding_window": lambda: None,
+    "disable_sliding_window": False,
     "attention_chunk_size": None,
     "uses_mrope": False,
     "is_mm_prefix_lm": False,
@@ -127,3 +130,17 @@ def test_a_view_that_can_never_hide_anything_is_told(
         warn_of_idle_views([ViewSpec("view", kind, budget, sink=32, recent=64)], config)
     words = f"shows {budget} tokens of a request, found max_model_len {longest}, expected more"
     assert (words in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("dense", "numbers", "is_refused"),
+    [((1,), (0, 1, 2), False), ((1,), (0, 2, 3), True), ((), (0, 2, 3), False)],
+)
+def test_numbers_of_dense_layers_where_some_layers_have_no_attention(
+    dense: tuple[int, ...], numbers: tuple[int, ...], is_refused: bool
+) -> None:
+    host: Any = SimpleNamespace(specs=[ViewSpec("view", dense_layers=dense)])
+    names = [f"model.layers.{number}.self_attn.attn" for number in numbers]
+    refused = pytest.raises(UnsupportedError, match="found 3 layers with attention that are not")
+    with refused if is_refused else nullcontext():
+        check_numbers(host, names)

@@ -88,12 +88,6 @@ class Drafter:
         self.models = ModelHost(spec_config.draft_models)
         self.views = ViewHost(spec_config.cache_views)
         self._chains_alone = False  # drafts late, whatever the options say of trees
-        self.scratch_need = ScratchNeed.of_drafts(
-            self.drafts_trees,
-            self._num_draft_tokens,
-            vllm_config.scheduler_config.max_num_seqs,
-            vllm_config.cache_config.block_size if self.models or self.views else None,
-        )
         self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
         parallel = vllm_config.parallel_config
         is_first = parallel.rank == 0 and parallel.data_parallel_index == 0
@@ -115,6 +109,20 @@ class Drafter:
     def drafts_trees(self) -> bool:
         """Whether drafts may branch, with the method's options; those made late do not."""
         return self._settings.drafts_trees and not self._chains_alone
+
+    @property
+    def scratch_need(self) -> ScratchNeed:
+        """KV blocks beside those of requests; vLLM fixes the size of a block behind
+        :meth:`load_model`."""
+        if self._chains_alone:
+            return NO_SCRATCH
+        config = self._vllm_config
+        return ScratchNeed.of_drafts(
+            self.drafts_trees,
+            self._num_draft_tokens,
+            config.scheduler_config.max_num_seqs,
+            config.cache_config.block_size if self.models or self.views else None,
+        )
 
     @property
     def waits_because(self) -> str | None:
@@ -155,7 +163,7 @@ class Drafter:
         self._barrier = Barrier(self.info.name, self._engine.vocab_size)
         self.not_late_because, _ = self.ranks.lead(self._start_proposer)
         if self._is_async and self.waits_because is None:
-            self._chains_alone, self.scratch_need = True, NO_SCRATCH
+            self._chains_alone = True
         warm_up_walk()
         if device.type == "cpu":
             warm_up_eta()

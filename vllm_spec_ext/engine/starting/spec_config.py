@@ -237,9 +237,11 @@ def build_spec_config(
     proposer.check(parsed.options, facts)
     if parsed.online is not None:
         check_online(parsed.online, method, proposer, parsed.options, share_unsalted)
-    views = wanted_views(proposer.views(parsed.options))
+    all_views = proposer.views(parsed.options)
+    views = wanted_views(all_views)
     check_views(views, method, engine_args, target_model_config, target_parallel_config)
-    models = proposer.models(parsed.options)
+    # A method without its view is off, and its models with it.
+    models = proposer.models(parsed.options) if len(views) == len(all_views) else ()
     draft_models = draft_configs(models, target_model_config, target_parallel_config)
     check_memory(
         engine_args,

@@ -86,7 +86,11 @@ def unsupported_reason(runner: "GPUModelRunner | GPUModelRunnerV2") -> str | Non
         graphs.has_piecewise_cudagraphs()
         and not compilation.splitting_ops_contain_kv_cache_update()
     ):
-        return "the KV write is inside the CUDA graphs (use_inductor_graph_partition)"
+        return (
+            "the KV write is inside the CUDA graphs (as with use_inductor_graph_partition, fused "
+            "attention quantization, breakable graphs, or splitting_ops without "
+            "vllm::unified_kv_cache_update)"
+        )
     passes = compilation.pass_config
     for name in ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache", "fuse_rope_kvcache_cat_mla"):
         if getattr(passes, name, False):

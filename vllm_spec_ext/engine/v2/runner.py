@@ -15,7 +15,6 @@ import torch
 from vllm_spec_ext.engine.drafting.drafter import Drafter
 from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
-from vllm_spec_ext.engine.models.kv_binding import KvParts
 from vllm_spec_ext.engine.models.target_states import default_layers
 from vllm_spec_ext.engine.placeholders import without_placeholders
 from vllm_spec_ext.engine.requests import state as request_state
@@ -28,9 +27,11 @@ from vllm_spec_ext.engine.trees.attention import TreeAttention
 from vllm_spec_ext.engine.v2.batch_rows import batch_rows, computed_tokens
 from vllm_spec_ext.engine.v2.full_graphs import no_trees_reason, take_any_length
 from vllm_spec_ext.engine.v2.known_requests import KnownRequests
+from vllm_spec_ext.engine.v2.kv_parts import kv_parts
 from vllm_spec_ext.engine.v2.late_tables.late_steps import LateSteps
 from vllm_spec_ext.engine.v2.late_tables.speculator import LateSpeculator
 from vllm_spec_ext.engine.v2.model_state import add_trees
+from vllm_spec_ext.engine.v2.prompt_logprobs import leave_out_short_prompts
 from vllm_spec_ext.engine.v2.rejection import WalkSampler
 from vllm_spec_ext.engine.v2.speculator import HostDraftTokens, HostSpeculator
 from vllm_spec_ext.engine.v2.target_sampler import SpecSamplerMixin, watch_sampler
@@ -153,13 +154,8 @@ class SpecRunnerV2Mixin:
         scratch = add_scratch(self, initialize, kv_cache_config, *args, **kwargs)
         take_any_length(self)
         if scratch:
-            layers = self.compilation_config.static_forward_context
-            groups = self.kv_cache_config.kv_cache_groups
-            names = [name for group in groups for name in group.layer_names]
-            caches = {name: layers[name].kv_cache for name in names}
-            kv = KvParts(caches, self.block_tables.block_sizes, self.kernel_block_sizes)
             reason = no_trees_reason(self.compilation_config.cudagraph_mode)
-            self.tree_attention = use_scratch(self, kv, scratch, reason)
+            self.tree_attention = use_scratch(self, kv_parts(self), scratch, reason)
 
     def finish_requests(self, scheduler_output: "SchedulerOutput") -> None:
         """Requests come and go; free the proposer's state of those that went."""
@@ -174,17 +170,9 @@ class SpecRunnerV2Mixin:
         self.spec_requests.schedule(scheduler_output)
 
     def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
-        """Prompts of one token have no log-probabilities.
-
-        vLLM's scheduler may fill such a request up to the length of the others, and its worker
-        would take these rows for more of the prompt (0.32 ``compute_prompt_logprobs``).
-        """
+        """Requests come."""
         super().add_requests(scheduler_output)  # type: ignore[misc]
-        worker = self.prompt_logprobs_worker
-        for new in scheduler_output.scheduled_new_reqs:
-            if worker is not None and new.prompt_len == 1:
-                place = self.req_states.req_id_to_index[new.req_id]
-                worker.uses_prompt_logprobs[place] = False
+        leave_out_short_prompts(self, scheduler_output)
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
         """A step begins; an answer of its own carries what was counted (V1 runner, the same)."""

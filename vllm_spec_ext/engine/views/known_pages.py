@@ -45,8 +45,7 @@ class KnownPages:
 
     def unknown(self, blocks: NDArray[np.integer]) -> NDArray[np.int64]:
         """Those of these blocks whose mean is not known, each once."""
-        ids = np.unique(blocks.astype(np.int64))
-        return ids[~self._known[ids]]
+        return np.unique(blocks[~self._known[blocks]].astype(np.int64))
 
     def learn(self, blocks: NDArray[np.int64]) -> None:
         """The means of these blocks are made now."""

@@ -4,6 +4,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -86,9 +87,9 @@ class HostedView:
 
     # -- the engine's side ------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def budget(self) -> PageBudget:
-        """In pages."""
+        """In pages, whose size is known once there is KV."""
         return PageBudget.of(self.spec, self._books.block_size)
 
     def forget(self, request_ids: Iterable[str]) -> None:

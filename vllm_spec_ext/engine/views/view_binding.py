@@ -2,7 +2,7 @@
 """Gives the views the target's caches and attention groups of a runner."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +38,7 @@ def bind_views(
     check_layers(runner, kv.by_layer)
     (groups,) = [groups for groups in runner.attn_groups if groups]
     names = sorted((name for group in groups for name in group.layer_names), key=depth_of)
+    check_numbers(host, names)
     is_cpu = groups[0].backend.get_name() == "CPU_ATTN"
     host.bind(
         scratch.start,
@@ -47,6 +48,16 @@ def bind_views(
         caches={name: kv.by_layer[name] for name in names},
         read_keys=columns_of_keys if is_cpu else rows_of_keys,
     )
+
+
+def check_numbers(host: "ViewHost", names: Sequence[str]) -> None:
+    """Refuse numbers of dense layers where some layers have no attention."""
+    numbers = [depth_of(name)[0] for name in names]
+    if any(spec.dense_layers for spec in host.specs) and numbers != list(range(len(names))):
+        raise UnsupportedError(
+            f"dense_layers: found {len(names)} layers with attention that are not numbered one "
+            'after the other, expected attention in every layer; leave "dense_layers" out'
+        )
 
 
 def depth_of(layer_name: str) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from vllm_spec_ext.engine.watching.counts import WorkerCounts
 from vllm_spec_ext.proposers.views import ReadFacts, ViewSpec
 
 if TYPE_CHECKING:
+    from vllm.config.cache import CacheConfig
     from vllm.config.vllm import VllmConfig
 
     from vllm_spec_ext.engine.models.paged_model import PagedModel
@@ -40,7 +41,7 @@ class ViewHost:
         self.views: list[HostedView] = []
         self.books = ViewBooks()
         self._counts = WorkerCounts()
-        self._block_size = 1
+        self._cache_config: CacheConfig | None = None
 
     def __bool__(self) -> bool:
         return bool(self.specs)
@@ -78,7 +79,7 @@ class ViewHost:
             view.reads = reads
             self.views.append(view)
         self._counts = counts
-        self._block_size = vllm_config.cache_config.block_size
+        self._cache_config = vllm_config.cache_config
 
     def without_means(self, num_bytes: int) -> int:
         """What is left of memory for KV when page means take their part of it."""
@@ -93,8 +94,9 @@ class ViewHost:
     @property
     def _rows_of_a_mean(self) -> int | None:
         """Keys and values of a block, whose mean is one key; None if no view has means."""
-        has_means = any(spec.kind == "retrieval" for spec in self.specs)
-        return 2 * self._block_size if has_means else None
+        if self._cache_config is None or all(spec.kind != "retrieval" for spec in self.specs):
+            return None
+        return 2 * self._cache_config.block_size  # which vLLM fixes behind ``load_model``
 
     def bind(self, num_blocks: int, block_size: int, spill: range, **caches: Any) -> None:
         """Use these KV blocks from now on.
