@@ -277,6 +277,11 @@ def test_wrong_options_get_400_and_the_server_goes_on(
         for word in words:
             assert word in answer.json()["error"]["message"]
         assert answer.json()["error"]["param"] == words[0]
+        if "but the prompt has" not in words:  # that comes when the stream has begun
+            streamed = {**asked, "vllm_xargs": vllm_xargs, "stream": True}
+            answer = httpx.post(url, json=streamed, timeout=60)
+            assert answer.status_code == 400, answer.text
+            assert words[0] in answer.text
         assert httpx.post(url, json=asked, timeout=60).status_code == 200
 
 

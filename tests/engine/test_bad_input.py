@@ -2,6 +2,8 @@
 """Wrong settings are refused with a clear message before any weight is loaded."""
 
 import json
+import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from save_drafts import save_draft
 from tiny_model import build_tiny_model
 
 from vllm_spec_ext import compat
+from vllm_spec_ext.engine.starting import limits
 from vllm_spec_ext.errors import (
     IncompatibleVLLMError,
     SpecExtError,
@@ -241,6 +244,48 @@ def configured(model: Path, speculative: Any, **arguments: Any) -> Any:
         model=str(model), speculative_config=speculative, max_model_len=128, **arguments
     )
     return args.create_engine_config()
+
+
+@pytest.mark.parametrize("override", [{}, {"min_p": 0}])
+def test_a_model_whose_requests_would_all_be_refused(
+    override: dict[str, Any],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # vLLM's loggers pass nothing on to the root logger, where caplog listens.
+    monkeypatch.setattr(limits, "logger", logging.getLogger("limits"))
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"min_p": 0.05}')
+    with caplog.at_level("WARNING"):
+        configured(folder, method(), override_generation_config=override)
+    said = "sets min_p to 0.05, which vLLM refuses" in caplog.text
+    assert said == (not override)
+
+
+LORA = {"enable_lora": True, "max_lora_rank": 8}
+
+
+def test_drafts_beside_adapters_have_room_in_a_step(tiny_model: Path) -> None:
+    """vLLM wants it, and says neither how much nor by which of the settings."""
+    asked = {"method": "input_copy", "num_speculative_tokens": 24}
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
+
+    def drafted(speculative: dict[str, Any], **arguments: Any) -> int:
+        config = configured(tiny_model, speculative, **LORA, **arguments)
+        return int(config.speculative_config.num_speculative_tokens)
+
+    assert drafted({"method": "auto"}) == 15  # of 4,096 tokens and 256 requests, offline
+    assert drafted({"method": "auto"}, **sizes) == 15
+    assert drafted({"method": "auto"}, max_num_seqs=4) == 32  # its default
+    assert drafted(asked, **{**sizes, "max_num_seqs": 8}) == 24
+    words = r"found max_num_seqs=16, num_speculative_tokens=24 and max_num_batched_tokens=256, "
+    words += r"expected at least 400 .*--max-num-seqs to 10, or num_speculative_tokens to 15"
+    with pytest.raises(UnsupportedError, match=words):
+        drafted(asked, **sizes)
+    with pytest.raises(UnsupportedError, match="expected at least 32 of these"):
+        drafted({"method": "auto"}, max_num_seqs=16, max_num_batched_tokens=31)
 
 
 def with_models(*folders: Path | str) -> dict[str, Any]:

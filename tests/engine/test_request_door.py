@@ -85,6 +85,47 @@ async def add_request(self: Any, request_id: str, prompt: Any, params: Any) -> A
     return params
 
 
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"spec_ext.source_spam": 1}, "spec_ext.source_spam"),
+        ({"spec_ext": '{"max_draft_tokens": "many"}'}, "spec_ext.max_draft_tokens"),
+        ({"eta_alpha": 0.1}, "eta_alpha"),
+        ({"spec_ext.scorer": '{"type": "typical"}'}, "spec_ext.scorer"),  # the server has no rule
+        ({"spec_ext.source_span": [0, 9]}, None),  # the prompt tells
+        ({"spec_ext.source_text": "x" * 5000, "spec_ext.source_spam": 1}, None),  # takes long
+        ({"spec_ext": '{"source_spam": "' + "x" * 5000 + '"}'}, None),
+        ({"other": 1}, None),
+        (None, None),
+    ],
+)
+def test_a_stream_is_refused_before_it_begins(
+    given: dict[str, Any] | None, refused: str | None, server_of_tiny: FakeServer
+) -> None:
+    """Behind its status, which comes first, an error is no HTTP 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    from vllm_spec_ext.engine.requests.door import _refusing_at_once
+
+    begun: list[Any] = []
+    generate = _refusing_at_once(lambda self, prompt, params, name: begun.append(params))
+    params = sampling_params({})
+    params.extra_args = given
+    if refused is None:
+        generate(server_of_tiny, prompt="x", sampling_params=params, name="a")
+        assert begun == [params]
+        return
+    with pytest.raises(VLLMValidationError) as error:
+        generate(server_of_tiny, "x", params, "a")
+    assert error.value.parameter == refused
+    assert not begun
+
+
+@pytest.fixture(scope="module")
+def server_of_tiny(tiny_model: Path) -> FakeServer:
+    return FakeServer(tiny_model)
+
+
 EMBEDS = {"type": "embeds", "prompt_embeds": torch.zeros(3, 8)}
 MIXED = EMBEDS | {"prompt_token_ids": [5, 0, 7], "is_token_ids": [True, False, True]}
 

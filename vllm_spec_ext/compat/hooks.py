@@ -14,6 +14,14 @@ FUNCTIONS: tuple[Hook, ...] = (
         exact=True,
     ),
     Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs.get_batch_defaults",
+        "how many tokens and requests a step has where the user does not say it",
+        names=("cls", "world_size"),
+        exact=True,
+        type="tuple[dict[UsageContext, int], dict[UsageContext, int]]",
+    ),
+    Hook(
         "vllm.config.speculative",
         "SpeculativeMethod",
         "our methods run inside vLLM as the official custom_class",

@@ -33,6 +33,7 @@ CLASSES: tuple[Reads, ...] = (
             "block_size": "int | None",
             "kv_cache_memory_bytes": "int | None",
             "enable_lora": "bool",
+            "tensor_parallel_size": "int",
             "cpu_offload_gb": "float",
             "offload_group_size": "int",
             "kv_cache_dtype": "str",
@@ -40,6 +41,12 @@ CLASSES: tuple[Reads, ...] = (
     ),
     Reads(
         "vllm.engine.arg_utils", "AsyncEngineArgs", "made by servers, not by offline engines", {}
+    ),
+    Reads(
+        "vllm.usage.usage_lib",
+        "UsageContext",
+        "whether vLLM's sizes of a step are a server's or an offline engine's",
+        {"LLM_CLASS": "UsageContext", "OPENAI_API_SERVER": "UsageContext"},
     ),
     Reads(
         "vllm.v1.executor.abstract",
@@ -108,6 +115,7 @@ CLASSES: tuple[Reads, ...] = (
             "rswa_window": "int | None",
             "max_model_len": "int",
             "disable_sliding_window": "bool",
+            "get_diff_sampling_param": "Callable[[], dict[str, Any]]",
             "original_max_model_len": "int | None",
             "logprobs_mode": "str",
             "skip_tokenizer_init": "bool",

@@ -4,13 +4,15 @@
 vLLM 0.32 has no hook for checking ``extra_args`` against the prompt, so once a configuration asks
 for our methods ``InputProcessor.process_inputs`` of the front end is wrapped. A server calls that
 on its event loop, where a long source text would let all other clients wait; so
-``AsyncLLM.add_request`` is wrapped too, and resolves the options on a thread first.
+``AsyncLLM.add_request`` is wrapped too, and resolves the options on a thread first. Both run once
+an answer that is streamed has begun, when it is too late for HTTP 400; so what can be told without
+the prompt is refused in ``AsyncLLM.generate``, which a server calls before.
 """
 
 import asyncio
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +21,7 @@ import numpy as np
 from vllm_spec_ext.engine.requests.options import (
     KEY,
     ResolvedOptions,
+    check_form,
     has_options,
     resolve,
     share_group,
@@ -28,6 +31,7 @@ from vllm_spec_ext.errors import RequestOptionError
 from vllm_spec_ext.proposers.base import RequestFacts
 
 if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from vllm_spec_ext.engine.starting.spec_config import MethodSettings
 
 _WRAPPED_BY = "_spec_ext_wrapped"
+_CHECKED_BY = "_spec_ext_checked"  # of `generate`, which others wrap, too
 
 # One thread of our own: requests with long options wait for each other, and never let requests
 # without any wait for vLLM's tokeniser threads. vLLM's tokenizers may be used by several threads.
@@ -43,7 +48,7 @@ _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spec-ext-options
 
 
 def install_request_validation() -> None:
-    """Wrap the two functions of this process, once."""
+    """Wrap the three functions of this process, once."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -51,6 +56,8 @@ def install_request_validation() -> None:
         InputProcessor.process_inputs = _checking(InputProcessor.process_inputs)
     if not getattr(AsyncLLM.add_request, _WRAPPED_BY, False):
         AsyncLLM.add_request = _resolving_first(AsyncLLM.add_request)
+    if not getattr(AsyncLLM.generate, _CHECKED_BY, False):
+        AsyncLLM.generate = _refusing_at_once(AsyncLLM.generate)
 
 
 def _checking(original: Any) -> Any:
@@ -99,6 +106,35 @@ def _resolving_first(original: Any) -> Any:
     return add_request
 
 
+def _refusing_at_once(original: Any) -> Any:
+    """``generate`` that refuses bad options when it is called, not when its answer is read."""
+
+    @functools.wraps(original)
+    def generate(
+        self: "AsyncLLM", prompt: Any, sampling_params: "SamplingParams", *args: Any, **kwargs: Any
+    ) -> "AsyncIterator[RequestOutput]":
+        settings = _settings(self.input_processor)
+        if settings is not None and _is_unresolved(self.input_processor, sampling_params):
+            try:
+                check_form(settings, sampling_params.extra_args)
+            except RequestOptionError as error:
+                raise _refusal(error) from error
+        stream: AsyncIterator[RequestOutput] = original(
+            self, prompt, sampling_params, *args, **kwargs
+        )
+        return stream
+
+    setattr(generate, _CHECKED_BY, True)
+    return generate
+
+
+def _refusal(error: RequestOptionError) -> Exception:
+    """What vLLM answers with HTTP 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    return VLLMValidationError(str(error), parameter=error.parameter)
+
+
 def _is_rendered(prompt: Any) -> bool:
     return isinstance(prompt, dict) and "type" in prompt
 
@@ -144,8 +180,6 @@ def _with_resolved_options(
 def _resolve(
     processor: "InputProcessor", params: "SamplingParams", token_ids: list[int]
 ) -> dict[str, Any]:
-    from vllm.exceptions import VLLMValidationError
-
     model = processor.model_config
     facts = RequestFacts(
         prompt=np.asarray(token_ids, np.int32),
@@ -157,4 +191,4 @@ def _resolve(
         settings = cast("MethodSettings", _settings(processor))
         return resolve(settings, params.extra_args, facts)
     except RequestOptionError as error:
-        raise VLLMValidationError(str(error), parameter=error.parameter) from error
+        raise _refusal(error) from error

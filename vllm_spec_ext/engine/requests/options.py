@@ -13,7 +13,7 @@ client put there is dropped.
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from vllm_spec_ext.errors import RequestOptionError, SpecExtError, shown
@@ -45,6 +45,8 @@ _PREFIX = KEY + "."
 # longest source text that input_copy takes, as JSON escapes some characters.
 _JSON_CHARACTERS_PER_TOKEN = 64
 _JSON_CHARACTERS = 4096
+
+_SOON_READ = 4096  # characters and elements that take no time worth a thread
 
 
 class ResolvedOptions(dict[str, Any]):
@@ -196,6 +198,30 @@ def resolve(
         values = {key: getattr(eta, field) for key, field in ETA_KEYS.items()}
         others.update({key: value for key, value in values.items() if value is not None})
     return {**others, KEY: resolved}
+
+
+def check_form(settings: "MethodSettings", extra_args: Mapping[str, Any] | None) -> None:
+    """Refuse what is wrong whatever the prompt is, where that is soon told.
+
+    Long options are left to :func:`resolve`, which may run beside the event loop.
+
+    Raises:
+        RequestOptionError: Naming the field.
+    """
+    if _size(extra_args or {}) > _SOON_READ:
+        return
+    values = collect(extra_args)
+    if _size(values) > _SOON_READ:
+        return
+    parse_eta(extra_args)
+    schema = registry.info(settings.method).request_options
+    options = parse_request(schema, {KEY: values}, settings.method)
+    narrow(settings.rule, options.scorer, _PREFIX + "scorer")
+
+
+def _size(values: Mapping[str, Any]) -> int:
+    """Characters and elements."""
+    return sum(len(value) for value in values.values() if isinstance(value, Sized))
 
 
 def share_group(cache_salt: str | None, share_unsalted: bool) -> str | None:

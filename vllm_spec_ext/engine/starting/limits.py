@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What our methods do not work with, each refused with its own reason before weights load."""
 
+import logging
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
+
+logger = logging.getLogger("vllm.spec_ext")
 
 _NGRAM_EMBEDDINGS = "LongcatFlashNgramForCausalLM"  # vLLM 0.32 LongcatNgramModelState
 
@@ -162,6 +165,23 @@ def refuse_short_prefills(args: "EngineArgs", method: str, num_draft_tokens: int
                 f"found {name}={found}, expected at least {num_draft_tokens + 1}; raise it, or set "
                 f"num_speculative_tokens below {found}"
             )
+
+
+def warn_of_defaults(model: "ModelConfig") -> None:
+    """Say so if requests that ask for nothing will be refused.
+
+    vLLM refuses ``min_p`` with speculative decoding (0.32 ``SamplingParams._validate_spec_decode``)
+    also where a model's ``generation_config.json`` makes it the default.
+    """
+    min_p = model.get_diff_sampling_param().get("min_p")
+    if min_p:
+        logger.warning(
+            "vllm-spec-ext: the generation_config.json of %s sets min_p to %s, which vLLM refuses "
+            "with speculative decoding: every request that does not set min_p to 0 fails. Start "
+            "the engine with --override-generation-config '{\"min_p\": 0}'",
+            model.model,
+            min_p,
+        )
 
 
 def refuse_async(args: "EngineArgs", method: str, runner: RunnerChoice) -> None:

@@ -29,8 +29,10 @@ from vllm_spec_ext.engine.starting.limits import (
     refuse_processed_logprobs,
     refuse_short_prefills,
     refuse_unsupported,
+    warn_of_defaults,
     worker_class,
 )
+from vllm_spec_ext.engine.starting.lora_room import leave_room_for_adapters
 from vllm_spec_ext.engine.starting.online_checks import check_online
 from vllm_spec_ext.engine.starting.runners import RunnerChoice, choose_runner
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
@@ -205,6 +207,13 @@ def build_spec_config(
         given[key] = value
     parsed = parse_method(given, method)
     refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
+    warn_of_defaults(target_model_config)
+    leave_room_for_adapters(
+        engine_args,
+        method,
+        parsed.vllm_options,
+        is_given="num_speculative_tokens" in parsed.given,
+    )
     if engine_args.scheduler_cls == scheduling.WIDTH_SCHEDULER:
         engine_args.scheduler_cls = None  # of an earlier engine with these arguments
     runner = choose_runner(engine_args, method, target_parallel_config)
