@@ -32,7 +32,6 @@ from typing import Any
 from published_runs import ONE_PROCESS, environment
 from request_fuzz import GOOD, MAX_MODEL_LEN, VLLMS_OWN, FuzzRequest, generate, good_body
 
-from vllm_spec_ext.cache_folder import cache_folder
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.proposers import registry
 
@@ -137,7 +136,7 @@ def serving(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    variables = {**vllm_metadata.environment(cache_folder() / "metadata"), **environment()}
+    variables = {**vllm_metadata.environment(), **environment()}
     variables["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = ONEDNN_SHAPES
     if ranks == 1:  # the scheduler's process is the worker's, too: an import and a start less
         variables.update(ONE_PROCESS)

@@ -21,7 +21,6 @@ import pytest
 from forked_programs import run_forked
 from published_runs import environment, model_folder, vllm_spec
 
-from vllm_spec_ext.cache_folder import cache_folder
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
 
@@ -67,7 +66,7 @@ def serving(model: str, log: Path, *extra: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    variables = {**vllm_metadata.environment(cache_folder() / "metadata")}
+    variables = vllm_metadata.environment()
     variables.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
     command += ["--host", "127.0.0.1", "--port", str(port), *SERVER_ARGUMENTS, *extra]

@@ -181,13 +181,21 @@ def _numba_cache() -> Check:
     sources = Path(__file__).resolve().parent.parent.parent / "proposers"
     if not sources.is_dir():
         sources = Path(__file__).resolve().parent.parent / "proposers"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"
-    places = [Path(chosen)] if chosen else [sources / "__pycache__", home]
+    places = [Path(chosen)] if chosen else [sources / "__pycache__", *_user_cache()]
     for place in places:
         if _can_write(place):
             return Check("numba cache", "ok", str(place))
     found = f"cannot write to {' or '.join(map(str, places))}"
     return Check("numba cache", "broken", found, "export NUMBA_CACHE_DIR=/a/folder/you/can/write")
+
+
+def _user_cache() -> list[Path]:
+    """numba's folder in the user's cache, if there is one."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return [(Path(base) if base else Path.home() / ".cache") / "numba"]
+    except RuntimeError:  # a user without a home
+        return []
 
 
 def _can_write(folder: Path) -> bool:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_spec_ext.cache_folder import cache_folder
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.cli.file_check import check_files
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
@@ -61,7 +60,7 @@ def serve(
     if reason is not None:
         raise SpecExtError(f"vLLM would not know {method!r}: {reason}")
     require()
-    variables = vllm_metadata.environment(cache_folder() / "metadata")
+    variables = vllm_metadata.environment()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments]
     os.execve(sys.executable, command, variables)
 

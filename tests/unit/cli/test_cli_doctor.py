@@ -242,6 +242,18 @@ def test_numba_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NUMBA_CACHE_DIR" in (found.fix or "")
 
 
+def test_numba_cache_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", without_home)
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert checks._numba_cache().status == "ok"  # beside the sources
+    monkeypatch.setattr(checks, "_can_write", lambda folder: False)
+    assert checks._numba_cache().status == "broken"
+
+
 def test_hooks_of_a_class_are_one_row_and_what_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

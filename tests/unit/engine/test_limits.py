@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that are refused before weights load, told from the settings alone."""
 
+import logging
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 from typing import Any
@@ -95,3 +96,15 @@ def test_steps_shorter_than_a_draft_are_refused(name: str) -> None:
             refuse_short_prefills(EngineArgs(model="any", **{name: found}), "auto", 32)
     refuse_short_prefills(EngineArgs(model="any", **{name: 33}), "auto", 32)
     refuse_short_prefills(EngineArgs(model="any"), "auto", 32)
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_front_end_that_goes_around_the_checks_is_told_of(
+    is_set: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # vLLM's loggers pass nothing on to the root logger, where caplog listens.
+    monkeypatch.setattr(limits, "logger", logging.getLogger("limits"))
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", str(int(is_set)))
+    model: Any = SimpleNamespace(model="tiny", get_diff_sampling_param=lambda: {"min_p": 0.0})
+    limits.warn_of_requests(model)
+    assert ("options of requests are not checked" in caplog.text) == is_set

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.platforms import current_platform
 
 from vllm_spec_ext.engine.starting.runners import RunnerChoice, without_v2
+from vllm_spec_ext.environment import is_set
 from vllm_spec_ext.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -167,8 +168,8 @@ def refuse_short_prefills(args: "EngineArgs", method: str, num_draft_tokens: int
             )
 
 
-def warn_of_defaults(model: "ModelConfig") -> None:
-    """Say so if requests that ask for nothing will be refused.
+def warn_of_requests(model: "ModelConfig") -> None:
+    """Say so if requests will be refused, or not be checked, whatever they ask for.
 
     vLLM refuses ``min_p`` with speculative decoding (0.32 ``SamplingParams._validate_spec_decode``)
     also where a model's ``generation_config.json`` makes it the default.
@@ -181,6 +182,12 @@ def warn_of_defaults(model: "ModelConfig") -> None:
             "the engine with --override-generation-config '{\"min_p\": 0}'",
             model.model,
             min_p,
+        )
+    if is_set("VLLM_USE_RUST_FRONTEND"):
+        logger.warning(
+            "vllm-spec-ext: VLLM_USE_RUST_FRONTEND is set, and that front end does not know this "
+            "plugin: options of requests are not checked, nothing is shared between requests, and "
+            "there are no spec_ext metrics (docs: serving)"
         )
 
 

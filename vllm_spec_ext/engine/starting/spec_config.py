@@ -8,7 +8,6 @@ our worker replaces (:mod:`.runners`).
 """
 
 import hashlib
-import multiprocessing
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -29,7 +28,7 @@ from vllm_spec_ext.engine.starting.limits import (
     refuse_processed_logprobs,
     refuse_short_prefills,
     refuse_unsupported,
-    warn_of_defaults,
+    warn_of_requests,
     worker_class,
 )
 from vllm_spec_ext.engine.starting.lora_room import leave_room_for_adapters
@@ -117,10 +116,13 @@ class SpecExtConfig(SpeculativeConfig):
         return Arrival(type(self.spec_ext.options).__module__), (), self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrived, or copied; in a front end that did not build it, do what building does there."""
+        """Arrived, or copied: in a front end that did not build it, do what building does there.
+
+        In engines and workers that is of no use, and takes 0.03 s: what the process is cannot be
+        told where configurations are read before it has begun.
+        """
         self.__dict__.update(state)
-        if multiprocessing.parent_process() is None:  # vLLM's engines and workers are children
-            set_up_front_end()
+        set_up_front_end()
 
     def compute_hash(self) -> str:
         """Of the target's compiled graph, as vLLM's: one that hands out states of its layers.
@@ -207,7 +209,7 @@ def build_spec_config(
         given[key] = value
     parsed = parse_method(given, method)
     refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
-    warn_of_defaults(target_model_config)
+    warn_of_requests(target_model_config)
     leave_room_for_adapters(
         engine_args,
         method,
