@@ -37,7 +37,8 @@ E2E_FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/e2e/test_*
 RAY_FILES = [name for name in E2E_FILES if "test_ray_" in name]  # a cluster for each
 NEXT_VLLM = "0.33.0"
 NEXT = "next vllm"
-# Run again with the sources of a newer vLLM over the binaries of this one: one test of a kind.
+# Run again with the sources of a newer vLLM over the binaries of this one: one test of a kind,
+# and all of what another vLLM may decide in another way.
 NEXT_TESTS = [
     f"tests/engine_v2/test_{name}"
     for name in (
@@ -49,6 +50,8 @@ NEXT_TESTS = [
         "verifying_v2.py::test_eta_cuts_what_is_improbable",
         "async.py::test_sampling_grammars_and_penalties[oracle_tree]",
         "late_tables.py::test_sampling_grammars_and_penalties_together",
+        "runner_choice.py",
+        "full_graphs.py",
     )
 ]
 UNIT_ENTRIES = sorted(

@@ -243,6 +243,7 @@ def _walk(batch: Any, logits: Any, drawn: Callable[[int, int], int], last: np.nd
     return output, Walk(accepted, emitted, num_accepted)
 
 
+@pytest.mark.v1_runner
 @pytest.mark.parametrize(
     ("bug", "distribution"),
     [
@@ -268,6 +269,7 @@ def test_known_bugs_are_caught(
     assert same_distribution_p_value(plain_samples(distribution), found) < DIFFERENT
 
 
+@pytest.mark.v1_runner
 def test_probe_tells_a_working_sampler_from_a_broken_one(
     engines: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +287,7 @@ def test_probe_tells_a_working_sampler_from_a_broken_one(
     assert platform_bugs.chain_sampling_is_broken(cpu)
 
 
+@pytest.mark.v1_runner
 def test_vllms_sampler_on_a_broken_platform_is_why_we_walk(
     engines: dict[str, Any],
     chances: Chances,

@@ -41,6 +41,20 @@ def test_the_default_is_vllms(tiny_model: Path) -> None:
     assert not ours.num_lookahead_tokens
 
 
+def test_arguments_of_an_earlier_engine_say_nothing_of_scheduling(tiny_model: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    wanted = {"model": str(tiny_model), **ARGUMENTS, "speculative_config": METHODS["oracle"]}
+    args = EngineArgs(**wanted)
+    for _ in range(2):
+        config = args.create_engine_config()
+        assert not config.scheduler_config.async_scheduling
+        why = config.speculative_config.spec_ext.synchronous_because
+        assert why == "drafts are made behind each step's tokens"
+    asked = EngineArgs(**wanted, async_scheduling=False).create_engine_config()
+    assert asked.speculative_config.spec_ext.synchronous_because == "asked for"
+
+
 def test_v1_is_kept_where_our_part_of_v2_does_not_suffice(tiny_model: Path) -> None:
     config = config_of(tiny_model, **V1_ALONE)
     assert not config.use_v2_model_runner

@@ -8,10 +8,9 @@ extras of our own are in :mod:`vllm_spec_ext.proposers.nar.layout`.)
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vllm_spec_ext.engine.models.eagle_checkpoint import read_config
+from vllm_spec_ext.engine.models.eagle_checkpoint import make_head, read_config
 from vllm_spec_ext.proposers.models import BlockFacts
 from vllm_spec_ext.proposers.nar.layout import (
     EXTRAS_KEY,
@@ -112,27 +111,13 @@ def other_kind(config: Mapping[str, Any]) -> str | None:
 
 
 def make_dflash(model_config: "ModelConfig", max_model_len: int) -> None:
-    """Give a checkpoint's configuration the form that vLLM's class of it reads.
-
-    Positions go as far as the target's, whatever its file says.
-    """
-    from vllm.config.speculative import SpeculativeConfig
-    from vllm.transformers_utils.configs.eagle import EAGLEConfig
-    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
-
+    """As :func:`.eagle_checkpoint.make_head`."""
     config = model_config.hf_config
     if getattr(config, "block_size", None) is None:
         # vLLM 0.32 ``update_dflash``, which reads the layout of ``speculators``, leaves it out.
         block_size = read_config(model_config.model).get("block_size")
         setattr(config, "block_size", block_size)  # noqa: B010, not of every config
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and longest < max_model_len:
-        setattr(config, "max_position_embeddings", max_model_len)  # noqa: B010, not of every config
-    if isinstance(config, EAGLEConfig | SpeculatorsConfig):
-        return
-    model_config.hf_config = EAGLEConfig(config, method="dflash", model_type="eagle")
-    holder: Any = SimpleNamespace(draft_model_config=model_config)
-    SpeculativeConfig.update_arch_(holder)  # reads nothing else of it
+    make_head(model_config, "dflash", max_model_len)
 
 
 def extras_file(model: str) -> Path | None:

@@ -7,10 +7,10 @@ As in :mod:`.eagle_loading`; what a drafter has beyond DFlash is read here.
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.model_executor.model_loader import get_model
 
 from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, extras_file
 from vllm_spec_ext.engine.models.eagle_loading import eagle_vllm_config, share_layers
+from vllm_spec_ext.engine.models.loading import load_module
 from vllm_spec_ext.engine.models.paged_blocks import PagedBlocks
 from vllm_spec_ext.proposers.nar.extras import SlotExtras
 
@@ -40,17 +40,11 @@ def load_dflash(
         layers: Of the target, whose states it reads.
     """
     own = eagle_vllm_config(vllm_config, model_config)
-    known = vllm_config.compilation_config.static_forward_context
-    before = set(known)
-    # vLLM reads the layer's number off its name, which may hold no other integer between dots.
-    module: torch.nn.Module = get_model(
-        vllm_config=own, model_config=model_config, prefix=f"spec_ext_draft{index}x"
-    )
-    names = [name for name in known if name not in before]
+    module, names = load_module(own, model_config, index)
     share_layers(module, target)
     extras = load_extras(facts, model_config.model).to(device)
     size = vllm_config.model_config.get_vocab_size()
-    return PagedBlocks(module.eval(), own, names, device, layers, extras, target, size)
+    return PagedBlocks(module, own, names, device, layers, extras, target, size)
 
 
 def load_extras(facts: DFlashFacts, model: str) -> SlotExtras:

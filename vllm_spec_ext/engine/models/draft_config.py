@@ -16,7 +16,7 @@ from vllm_spec_ext.engine.models.draft_checks import check_draft_model
 from vllm_spec_ext.engine.models.eagle_checkpoint import (
     Eagle3Facts,
     is_eagle3,
-    make_eagle3,
+    make_head,
     read_config,
 )
 from vllm_spec_ext.errors import SpecExtError, shown
@@ -184,7 +184,7 @@ def read_model_config(spec: ModelSpec, target: "ModelConfig") -> "ModelConfig":
             config_format=target.config_format,
         )
         if spec.kind == "eagle3":
-            make_eagle3(found, target.max_model_len)
+            make_head(found, "eagle3", target.max_model_len)
         elif spec.kind == "dflash":
             make_dflash(found, target.max_model_len)
     except (ValueError, OSError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -82,11 +82,18 @@ def drafts_in_parallel(architectures: Sequence[str] | None) -> bool:
     return any(name.lower().startswith("peagle") for name in architectures or ())
 
 
-def make_eagle3(model_config: "ModelConfig", max_model_len: int) -> None:
+def make_head(
+    model_config: "ModelConfig", method: Literal["eagle3", "dflash"], max_model_len: int
+) -> None:
     """Give a checkpoint's configuration the form that vLLM's classes of heads read.
 
     Positions go as far as the target's, whatever its file says (vLLM 0.32
     ``SpeculativeConfig._maybe_override_draft_max_position_embeddings``).
+
+    Args:
+        model_config: Changed.
+        method: What vLLM calls such heads.
+        max_model_len: The target's.
     """
     from vllm.config.speculative import SpeculativeConfig
     from vllm.transformers_utils.configs.eagle import EAGLEConfig
@@ -99,6 +106,6 @@ def make_eagle3(model_config: "ModelConfig", max_model_len: int) -> None:
     in_parallel = drafts_in_parallel(model_config.architectures)
     if in_parallel or isinstance(config, EAGLEConfig | SpeculatorsConfig):
         return
-    model_config.hf_config = EAGLEConfig(config, method="eagle3", model_type="eagle")
+    model_config.hf_config = EAGLEConfig(config, method=method, model_type="eagle")
     holder: Any = SimpleNamespace(draft_model_config=model_config)
     SpeculativeConfig.update_arch_(holder)  # reads nothing else of it

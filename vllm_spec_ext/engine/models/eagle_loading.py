@@ -9,9 +9,8 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.model_executor.model_loader import get_model
 
-from vllm_spec_ext.engine.models.loading import draft_attention
+from vllm_spec_ext.engine.models.loading import draft_attention, load_module
 from vllm_spec_ext.engine.models.paged_eagle import PagedEagle
 from vllm_spec_ext.errors import UnsupportedError
 
@@ -51,15 +50,9 @@ def load_eagle3(
         layers: Of the target, whose states the head reads.
     """
     own = eagle_vllm_config(vllm_config, model_config)
-    known = vllm_config.compilation_config.static_forward_context
-    before = set(known)
-    # vLLM reads the layer's number off its name, which may hold no other integer between dots.
-    module: torch.nn.Module = get_model(
-        vllm_config=own, model_config=model_config, prefix=f"spec_ext_draft{index}x"
-    )
-    names = [name for name in known if name not in before]
+    module, names = load_module(own, model_config, index)
     share_layers(module, target)
-    return PagedEagle(module.eval(), own, names, device, layers)
+    return PagedEagle(module, own, names, device, layers)
 
 
 def share_layers(head: torch.nn.Module, target: torch.nn.Module) -> None:

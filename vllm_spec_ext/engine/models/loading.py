@@ -61,9 +61,23 @@ def load(
         device: Of the target.
     """
     own = draft_vllm_config(vllm_config, model_config)
-    layers = vllm_config.compilation_config.static_forward_context
+    module, names = load_module(own, model_config, index)
+    return PagedModel(module, own, names, device)
+
+
+def load_module(
+    own: "VllmConfig", model_config: "ModelConfig", index: int
+) -> tuple[torch.nn.Module, list[str]]:
+    """The module of a draft, and the names of its attention layers.
+
+    Args:
+        own: The engine's configuration as the draft's class expects it.
+        model_config: The draft's.
+        index: Of the model, for the names of its layers.
+    """
+    layers = own.compilation_config.static_forward_context  # the engine's
     before = set(layers)
     # vLLM reads the layer's number off its name, which may hold no other integer between dots.
-    module: torch.nn.Module = get_model(vllm_config=own, prefix=f"spec_ext_draft{index}x")
-    names = [name for name in layers if name not in before]
-    return PagedModel(module.eval(), own, names, device)
+    prefix = f"spec_ext_draft{index}x"
+    module: torch.nn.Module = get_model(vllm_config=own, model_config=model_config, prefix=prefix)
+    return module.eval(), [name for name in layers if name not in before]

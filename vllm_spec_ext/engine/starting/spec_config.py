@@ -216,8 +216,7 @@ def build_spec_config(
         parsed.vllm_options,
         is_given="num_speculative_tokens" in parsed.given,
     )
-    if engine_args.scheduler_cls == scheduling.WIDTH_SCHEDULER:
-        engine_args.scheduler_cls = None  # of an earlier engine with these arguments
+    scheduling.forget_earlier(engine_args)
     runner = choose_runner(engine_args, method, target_parallel_config)
     refuse_async(engine_args, method, runner)
     refuse_installed_processors(method, runner)
@@ -227,8 +226,9 @@ def build_spec_config(
     synchronous_because = scheduling.why_synchronous(
         engine_args, target_parallel_config, runner, late=late
     )
-    is_async = synchronous_because is None
-    if late and is_async:
+    if synchronous_because is not None:
+        scheduling.make_synchronous(engine_args)
+    elif late:
         most = parsed.vllm_options["num_speculative_tokens"]
         rests = scheduling.may_rest(engine_args, parsed.given, parsed.options)
         parsed.vllm_options.update(scheduling.late_widths(parsed.given, most, rests=rests))
@@ -274,7 +274,7 @@ def build_spec_config(
     if not settings.lossless:
         refuse_processed_logprobs(target_model_config)
     result = SpecExtConfig(
-        **internal_method(runner, is_async=is_async),
+        **internal_method(runner),
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         spec_ext=settings,
@@ -287,18 +287,11 @@ def build_spec_config(
     return result
 
 
-def internal_method(runner: RunnerChoice, *, is_async: bool) -> dict[str, Any]:
-    """What our method is inside vLLM, on this runner.
-
-    An asynchronous scheduler has every request verify as many tokens in every step, whether it pays
-    or not. ``disable_padded_drafter_batch`` is vLLM's own way to ask for the other one.
-    """
+def internal_method(runner: RunnerChoice) -> dict[str, Any]:
+    """What our method is inside vLLM, on this runner."""
     if not runner.is_v2:
         return {"method": "custom_class", "model": DRAFTER_CLASS}
-    return {
-        "method": V2_METHOD,
-        "disable_padded_drafter_batch": not is_async,
-    }
+    return {"method": V2_METHOD}
 
 
 def set_up_front_end() -> None:
