@@ -54,6 +54,8 @@ NEXT_TESTS = [
         "full_graphs.py",
     )
 ]
+NEXT_ON_V1 = "next vllm v1"
+NEXT_ON_V1_TESTS = ["tests/engine/test_kv_blocks.py", "tests/engine/test_greedy_identity.py"]
 UNIT_ENTRIES = sorted(
     str(p.relative_to(ROOT))
     for p in (ROOT / "tests" / "unit").iterdir()
@@ -69,6 +71,7 @@ PARTS = {  # those that take longest first, so that both lanes end at about the 
     "engine 3": ENGINE_FILES[2::4],
     "engine 4": ENGINE_FILES[3::4],
     NEXT: NEXT_TESTS,
+    NEXT_ON_V1: NEXT_ON_V1_TESTS,
     **UNIT_PARTS,
 }
 PATIENT = {*UNIT_PARTS}  # parts that may run in the gaps of others, beside the steps
@@ -79,7 +82,8 @@ IN_GAPS = {"OMP_NUM_THREADS": "1"}
 # Of the environment of all parts: where Python may not keep what it compiled, each of some hundred
 # programs compiles this package again.
 COMMON = {"PYTHONDONTWRITEBYTECODE": ""}
-VARIABLES = {NEXT: {"SPEC_EXT_NEXT_VLLM": NEXT_VLLM}}  # of the environment of a part
+# Of the environment of a part.
+VARIABLES = {name: {"SPEC_EXT_NEXT_VLLM": NEXT_VLLM} for name in (NEXT, NEXT_ON_V1)}
 BOOT = str(ROOT / "tests" / "boot")  # imported first by each program that a part starts, too
 GIB = 1 << 30
 MOST_MEMORY_GIB = 16.0

@@ -3,10 +3,12 @@
 
 ``SPEC_EXT_TEST_RUNNER=v2 pytest tests/engine/test_...py`` runs them on vLLM's V2 model runner,
 whose kernels are interpreted: that takes several times as long. Continuous integration runs
-``tests/engine_v2`` instead, which has the most telling of them.
+``tests/engine_v2`` instead, which has the most telling of them. ``SPEC_EXT_NEXT_VLLM=0.33.0`` runs
+the Python sources of that vLLM over the binaries of this one, see scripts/next_vllm.py.
 """
 
 import os
+import sys
 
 # Before vLLM is imported anywhere: engines in this process, a small cache, no downloads.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -31,6 +33,8 @@ from shared_engines import (
     tiny_model,
 )
 
+from next_vllm import ensure
+
 __all__ = [
     "_one_process_many_engines",
     "_test_drafters",
@@ -42,6 +46,11 @@ __all__ = [
 ]
 
 ON_V2 = os.environ.get("SPEC_EXT_TEST_RUNNER") == "v2"
+NEXT_VLLM = os.environ.get("SPEC_EXT_NEXT_VLLM")
+if NEXT_VLLM and "vllm" not in sys.modules:
+    sys.path.insert(0, str(ensure(NEXT_VLLM)))
+    paths = [sys.path[0], os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # of what is spawned
 if ON_V2:
     triton_on_cpu.make_visible()
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """On a CPU engines whose drafts need scratch blocks have small KV blocks, others those of vLLM."""
 
+import os
 from typing import Any
 
 import pytest
+import vllm
 from vllm.platforms import current_platform
 
 pytestmark = pytest.mark.skipif(
@@ -37,3 +39,7 @@ def test_size_of_blocks(
     else:
         assert runner.input_batch.block_table[0].block_size == expected
     assert core.vllm_config.cache_config.block_size == expected
+
+
+def test_the_vllm_that_was_asked_for_runs() -> None:
+    assert vllm.__version__.startswith(os.environ.get("SPEC_EXT_NEXT_VLLM", "0.32"))
