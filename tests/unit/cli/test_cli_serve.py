@@ -144,14 +144,12 @@ def test_becomes_vllm_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
     monkeypatch.setattr(serve_module, "invisible_because", lambda: None)
     monkeypatch.setattr(serve_module, "require", lambda: None)
-    monkeypatch.setattr(
-        serve_module.vllm_metadata, "environment", lambda fallback: {"FALLBACK": fallback.name}
-    )
+    monkeypatch.setattr(serve_module.vllm_metadata, "environment", lambda: {"MADE": "here"})
     serve("m", "input_copy")
     ((program, command, variables),) = started
     assert program == sys.executable
     assert command[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", "m"]
-    assert variables == {"FALLBACK": "metadata"}
+    assert variables == {"MADE": "here"}
 
 
 def test_nothing_starts_when_vllm_would_not_find_us(monkeypatch: pytest.MonkeyPatch) -> None:
