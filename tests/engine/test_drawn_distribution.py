@@ -184,6 +184,7 @@ def test_the_residual_matters(
     )
 
 
+@pytest.mark.v1_runner
 def test_vllms_own_sampler_gets_the_distributions_where_it_works(
     engines: dict[str, Any],
     chances: Chances,
