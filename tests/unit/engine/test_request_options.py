@@ -4,7 +4,8 @@
 import copy
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from vllm_spec_ext.engine.requests.options import (
     GROUP_KEY,
     SESSION_KEY,
+    check_form,
     collect,
     has_options,
     is_session,
@@ -217,18 +219,30 @@ def test_large_numbers_arrive_as_numbers_that_travel() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("place", "check"),
+    [
+        (f"{check_form.__module__}.parse_options", check_form),
+        (f"{InputCopy.__module__}.InputCopy.resolve_request", partial(resolve, facts=facts())),
+    ],
+    ids=["options' class", "method"],
+)
 def test_a_failure_that_nobody_thought_of_is_an_answer_too(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: str,
+    check: Callable[[Any, dict[str, Any]], object],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def fail(options: Any, facts: Any) -> Any:
+
+    def fail(*_: Any) -> Any:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr(InputCopy, "resolve_request", fail)
+    monkeypatch.setattr(place, fail)
     with (
         caplog.at_level(logging.ERROR, "vllm.spec_ext"),
         pytest.raises(RequestOptionError) as error,
     ):
-        resolve(SETTINGS, {"spec_ext.source_span": [0, 1]}, facts())
+        check(SETTINGS, {"spec_ext.source_span": [0, 1]})
     assert error.value.parameter == "spec_ext.source_span"
     assert "ZeroDivisionError" in str(error.value)
     assert "secret" not in str(error.value)

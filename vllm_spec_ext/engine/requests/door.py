@@ -113,8 +113,8 @@ def _refusing_at_once(original: Any) -> Any:
     def generate(
         self: "AsyncLLM", prompt: Any, sampling_params: "SamplingParams", *args: Any, **kwargs: Any
     ) -> "AsyncIterator[RequestOutput]":
-        settings = _settings(self.input_processor)
-        if settings is not None and _is_unresolved(self.input_processor, sampling_params):
+        if _is_unresolved(self.input_processor, sampling_params):
+            settings = cast("MethodSettings", _settings(self.input_processor))
             try:
                 check_form(settings, sampling_params.extra_args)
             except RequestOptionError as error:

@@ -13,7 +13,8 @@ client put there is dropped.
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_spec_ext.errors import RequestOptionError, SpecExtError, shown
@@ -155,15 +156,23 @@ def check_options(
     Raises:
         RequestOptionError: Naming the field.
     """
-    proposer = registry.load(settings.method)
-    options = parse_request(proposer.info.request_options, extra_args, settings.method)
-    narrow(settings.rule, options.scorer, _PREFIX + "scorer")
+    options = _well_formed(settings, extra_args)
     try:
-        return proposer.resolve_request(options, facts)
+        return registry.load(settings.method).resolve_request(options, facts)
     except RequestOptionError as error:
         # A proposer knows its fields by their bare names; the client wrote the prefix.
         message = str(error).removeprefix(f"{error.parameter}: ")
         raise RequestOptionError(_PREFIX + error.parameter, message) from error
+
+
+def _well_formed(
+    settings: "MethodSettings", extra_args: Mapping[str, Any] | None
+) -> RequestOptions:
+    """Checked against the method and the server's rule."""
+    schema = registry.info(settings.method).request_options
+    options = parse_request(schema, extra_args, settings.method)
+    narrow(settings.rule, options.scorer, _PREFIX + "scorer")
+    return options
 
 
 def resolve(
@@ -174,21 +183,11 @@ def resolve(
     Raises:
         RequestOptionError: Naming the field; for a failure that nobody thought of, too.
     """
-    try:
+    with _told(extra_args):
         _check_lengths(extra_args, facts)
         eta = parse_eta(extra_args)
         options = check_options(settings, extra_args, facts)
         resolved = ResolvedOptions(options.model_dump(mode="json", exclude_defaults=True))
-    except RequestOptionError:
-        raise
-    except Exception as error:
-        logger.exception("vllm-spec-ext: a request's options could not be read")
-        names = [name for name in extra_args or () if _is_prefixed(name)]
-        raise RequestOptionError(
-            names[0] if len(names) == 1 else KEY,
-            f"could not be read ({type(error).__name__}); found the options "
-            f"{shown(names or [KEY])}",
-        ) from error
     others = {
         name: value
         for name, value in (extra_args or {}).items()
@@ -206,17 +205,33 @@ def check_form(settings: "MethodSettings", extra_args: Mapping[str, Any] | None)
     Long options are left to :func:`resolve`, which may run beside the event loop.
 
     Raises:
-        RequestOptionError: Naming the field.
+        RequestOptionError: As there.
     """
-    if _size(extra_args or {}) > _SOON_READ:
-        return
-    values = collect(extra_args)
-    if _size(values) > _SOON_READ:
-        return
-    parse_eta(extra_args)
-    schema = registry.info(settings.method).request_options
-    options = parse_request(schema, {KEY: values}, settings.method)
-    narrow(settings.rule, options.scorer, _PREFIX + "scorer")
+    with _told(extra_args):
+        if _size(extra_args or {}) > _SOON_READ:
+            return
+        values = collect(extra_args)
+        if _size(values) > _SOON_READ:
+            return
+        parse_eta(extra_args)
+        _well_formed(settings, {KEY: values})
+
+
+@contextmanager
+def _told(extra_args: Mapping[str, Any] | None) -> Iterator[None]:
+    """Of a failure that nobody thought of the client hears, too."""
+    try:
+        yield
+    except RequestOptionError:
+        raise
+    except Exception as error:
+        logger.exception("vllm-spec-ext: a request's options could not be read")
+        names = [name for name in extra_args or () if _is_prefixed(name)]
+        raise RequestOptionError(
+            names[0] if len(names) == 1 else KEY,
+            f"could not be read ({type(error).__name__}); found the options "
+            f"{shown(names or [KEY])}",
+        ) from error
 
 
 def _size(values: Mapping[str, Any]) -> int:
