@@ -94,12 +94,14 @@ class DFlashFacts:
 
 
 def is_dflash(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is a DFlash drafter, or a descendant of one."""
-    if str(config.get("speculators_model_type", "")).startswith(("dflash", "dspark")):
-        return True
+    """Whether a checkpoint is a DFlash drafter, or one of :func:`other_kind`."""
+    kind = str(config.get("speculators_model_type", ""))
     names: Sequence[str] = config.get("architectures") or ()
-    known = ("DFlash", "LiLiCorr", "DSpark", "Qwen3DSpark")
-    return "dflash_config" in config or any(name.startswith(known) for name in names)
+    return (
+        "dflash_config" in config
+        or kind.startswith("dflash")
+        or any(name.startswith("DFlash") for name in names)
+    )
 
 
 def other_kind(config: Mapping[str, Any]) -> str | None:

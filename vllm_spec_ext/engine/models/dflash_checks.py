@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, extras_file
 from vllm_spec_ext.engine.models.same_ids import why_ids_differ
-from vllm_spec_ext.engine.models.weight_files import tensor_shapes
+from vllm_spec_ext.engine.models.weight_files import safetensors_shapes, tensor_shapes
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
 from vllm_spec_ext.proposers.nar.guesses import SlotGuesses
@@ -204,11 +204,7 @@ def _extras(facts: DFlashFacts, file: Path | None) -> Iterator[str]:
     if file is None:
         yield f"found no {EXTRAS_NAME}, expected what its config.json lists; {_AGAIN}"
         return
-    from safetensors import safe_open
-
-    with safe_open(str(file), framework="pt") as opened:
-        names = list(opened.keys())
-        found = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+    found = safetensors_shapes(file)
     expected = expected_extras(facts.nar, facts.block_size - 1, facts.hidden_size)
     wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
     if wrong:

@@ -5,10 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_spec_ext.engine.models.eagle_checkpoint import (
-    Eagle3Facts,
-    drafts_in_parallel,
-)
+from vllm_spec_ext.engine.models.eagle_checkpoint import Eagle3Facts, drafts_in_parallel
 from vllm_spec_ext.engine.models.weight_files import tensor_shapes
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ _CONSOLIDATED = "consolidated"  # begins the names of Mistral's own files, besid
 
 def weight_files(folder: Path) -> list[Path]:
     """What vLLM loads (0.32 ``DefaultModelLoader._prepare_weights``), if it is there."""
+    listed = listed_files(folder)
     for pattern in ("*.safetensors", "*.bin", "*.pt"):
         names = filter_files_not_needed_for_inference(list(map(str, folder.glob(pattern))))
         files = sorted(map(Path, names))
-        listed = listed_files(folder)
         usual = [file for file in files if not file.name.startswith(_CONSOLIDATED)]
         found = [file for file in files if file.name in listed] or usual or files
         if found:
@@ -46,17 +46,24 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
-        found |= _in_safetensors(file) if file.suffix == ".safetensors" else _in_pickle(file)
+        found |= _readable(file) if file.suffix == ".safetensors" else _in_pickle(file)
     return found
 
 
-def _in_safetensors(file: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors import SafetensorError, safe_open
+def safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in a file; raises what safetensors does."""
+    from safetensors import safe_open
+
+    with safe_open(str(file), framework="pt") as opened:
+        names = list(opened.keys())
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+
+
+def _readable(file: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(str(file), framework="pt") as opened:
-            names = list(opened.keys())
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+        return safetensors_shapes(file)
     except (SafetensorError, OSError):
         return {}
 
