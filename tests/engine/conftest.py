@@ -8,7 +8,6 @@ the Python sources of that vLLM over the binaries of this one, see scripts/next_
 """
 
 import os
-import sys
 
 # Before vLLM is imported anywhere: engines in this process, a small cache, no downloads.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import triton_on_cpu
+from module_path import put_first
 from shared_engines import (
     _one_process_many_engines,
     _test_drafters,
@@ -47,10 +47,8 @@ __all__ = [
 
 ON_V2 = os.environ.get("SPEC_EXT_TEST_RUNNER") == "v2"
 NEXT_VLLM = os.environ.get("SPEC_EXT_NEXT_VLLM")
-if NEXT_VLLM and "vllm" not in sys.modules:
-    sys.path.insert(0, str(ensure(NEXT_VLLM)))
-    paths = [sys.path[0], os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # of what is spawned
+if NEXT_VLLM:
+    put_first([str(ensure(NEXT_VLLM))], before=["vllm"])
 if ON_V2:
     triton_on_cpu.make_visible()
 

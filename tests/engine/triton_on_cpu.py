@@ -5,9 +5,10 @@ Triton made visible changes the V1 runner, too, so V2 needs a process of its own
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from module_path import put_first
 
 BOOT = str(Path(__file__).resolve().parents[1] / "engine_v2" / "boot")
 
@@ -21,12 +22,7 @@ def make_visible(more: Sequence[str] = ()) -> None:
     Raises:
         ImportError: One of them is here already.
     """
-    if any(name in sys.modules for name in ("triton", "torch", "vllm")):
-        raise ImportError("the V2 runner needs a process of its own: pytest tests/engine_v2")
-    folders = [BOOT, *more]
-    sys.path[:0] = folders
-    paths = [*folders, os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    put_first([BOOT, *more], before=["triton", "torch", "vllm"])
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["TRITON_CPU_STUB_ASYNC"] = "1"
     os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # vLLM's choice is V2 wherever it sees Triton
