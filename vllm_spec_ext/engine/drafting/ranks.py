@@ -121,8 +121,7 @@ class Ranks:
         if not self.leads:
             return self._follow()
         try:
-            with self.drawing_apart():
-                value, tensors = work()
+            value, tensors = self.drawing_apart(work)
         except BaseException as error:
             self._group.broadcast_object(Failure(f"{type(error).__name__}: {error}"))
             raise
@@ -133,21 +132,19 @@ class Ranks:
             self._group.broadcast(tensor)
         return value, tensors
 
-    @contextmanager
-    def drawing_apart(self) -> Iterator[None]:
-        """What is drawn here, on one rank alone, moves no global generator of torch and numpy.
+    def drawing_apart(self, work: Callable[[], ResultT]) -> ResultT:
+        """Do work of one rank alone; what it draws moves no global generator of torch and numpy.
 
         From these the ranks draw the same samples and seeds. And what a proposer draws is never
         drawn again, by verification, which would not be independent of its drafts.
         """
         if self.is_alone:
-            yield
-            return
+            return work()
         numpys = np.random.get_state()  # vLLM draws seeds from it (0.32 SamplingStates)
         try:
             with torch.random.fork_rng([] if self._device.type == "cpu" else [self._device]):
                 self._seed()
-                yield
+                return work()
         finally:
             np.random.set_state(numpys)
 
@@ -176,8 +173,7 @@ class Ranks:
             return make()
         if not self.leads:
             return self._receive(tuple(shape), dtype)
-        with self.drawing_apart():
-            made = make()
+        made = self.drawing_apart(make)
         return self._group.broadcast(made.to(dtype).contiguous())
 
     def call(self, argument: torch.Tensor, *, is_embedding: bool) -> torch.Tensor | None:

@@ -99,13 +99,8 @@ class StepDrafts:
         """
         drafter = self._runner.drafter
         decide = partial(self.decide, step, new_tokens, sample_hidden_states, max_draft_tokens)
-        drafts: Sequence[ScheduledDraft]
-        probs: Sequence[torch.Tensor]
-        if drafter.is_late:
-            with drafter.ranks.drawing_apart():
-                drafts, probs = decide()
-        else:
-            drafts, probs = drafter.ranks.lead(decide)
+        ranks = drafter.ranks
+        drafts, probs = ranks.drawing_apart(decide) if drafter.is_late else ranks.lead(decide)
         if not drafts:  # nobody was asked
             return [[] for _ in new_tokens]
         made, rest = iter(drafts), iter(probs)
