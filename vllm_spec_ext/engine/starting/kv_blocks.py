@@ -2,10 +2,10 @@
 """How many tokens a KV block has on a CPU, where drafts copy blocks or look at single ones.
 
 vLLM takes 128 there (0.32 ``CpuPlatform.check_and_update_config``; since 0.33 only once the model
-is loaded, ``update_block_size_for_backend``), 16 elsewhere. Scratch blocks
-and copies for branches take four times as much memory and time with 128 as with 32, for nothing:
-attention over blocks of 32 was measured to be as fast. Workers of several platforms choose the
-size of blocks after the engine was configured, and the scheduler takes theirs over (vLLM 0.32
+is loaded, ``update_block_size_for_backend``), 16 elsewhere. Scratch blocks and copies for branches
+take four times as much memory and time with 128 as with 32, for nothing: attention over blocks of
+32 was measured to be as fast. Workers of several platforms choose the size of blocks after the
+engine was configured, and the scheduler takes theirs over (vLLM 0.32
 ``EngineCore._initialize_kv_caches``); so does ours.
 """
 
