@@ -242,7 +242,9 @@ def load_heads(
     with torch.device("meta"):
         module = BlockwiseHeads(config)
     weights, expected = _read_weights(folder, module), module.state_dict()
-    weights = {name: value.to(expected[name].dtype) for name, value in weights.items()}
+    # Copies: what is read is mapped from the file, and who copies new heads over it changes, or
+    # ends, a server that runs.
+    weights = {name: value.to(expected[name].dtype, copy=True) for name, value in weights.items()}
     module.load_state_dict(weights, assign=True)
     return config, module.eval().requires_grad_(False)
 

@@ -199,6 +199,20 @@ def test_reading_draws_nothing(folder: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_file_that_is_written_over_changes_no_heads_that_run(folder: Path) -> None:
+    """As by ``cp``; and if it is cut, a process that has mapped it ends when it reads on."""
+    config, heads = load_heads(folder)
+    save_heads(folder, config, heads, "fp32", FIGURES)  # as they are kept in memory
+    _, heads = load_heads(folder)
+    before = {name: value.clone() for name, value in heads.state_dict().items()}
+    file = folder / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        opened.write(bytes(file.stat().st_size // 2))
+    for name, value in heads.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
