@@ -14,6 +14,7 @@ from pathlib import Path
 from vllm_spec_ext.cache_folder import cache_folder
 from vllm_spec_ext.compat import source
 from vllm_spec_ext.compat.entries import Entry
+from vllm_spec_ext.errors import SpecExtError
 
 
 def is_in_order(root: Path, entries: Sequence[Entry]) -> bool:
@@ -27,7 +28,7 @@ def is_in_order(root: Path, entries: Sequence[Entry]) -> bool:
         known = json.loads(_note(root, entries).read_text(encoding="utf-8"))
         return bool(known) and all(_state(Path(file)) == state for file, state in known.items())
     # It is not there, cut off, or somebody else's; or this user has no home folder.
-    except (OSError, ValueError, AttributeError, RuntimeError):
+    except (OSError, ValueError, AttributeError, SpecExtError):
         return False
 
 
@@ -39,7 +40,7 @@ def remember(root: Path, entries: Sequence[Entry], files: Iterable[Path]) -> Non
         entries: As above.
         files: Source that was looked at.
     """
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError, SpecExtError):
         note = _note(root, entries)
         partial = note.with_name(f"{note.name}.{os.getpid()}")
         states = {str(file): _state(file) for file in files}

