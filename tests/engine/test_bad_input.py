@@ -14,6 +14,7 @@ from save_drafts import save_draft
 from tiny_model import build_tiny_model
 
 from vllm_spec_ext import compat
+from vllm_spec_ext.engine.models import draft_config, memory_check
 from vllm_spec_ext.engine.starting import limits
 from vllm_spec_ext.errors import (
     IncompatibleVLLMError,
@@ -352,8 +353,14 @@ def test_draft_models_that_cannot_work(
         start(tiny_model, with_models(tiny_model, tmp_path / "draft"))
 
 
-def test_windows_that_are_switched_off(tiny_model: Path, tmp_path: Path) -> None:
+def test_windows_that_are_switched_off(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """In the draft, too, whose configuration names them layer by layer."""
+    monkeypatch.setattr(f"{draft_config.__name__}.logger", logging.getLogger("plain"))
     with_a_window(tiny_model, tmp_path / "plain")
     save_draft(
         tiny_model,
@@ -363,9 +370,13 @@ def test_windows_that_are_switched_off(tiny_model: Path, tmp_path: Path) -> None
     )
     for name in ("plain", "mixed"):
         config = with_models(tmp_path / name)
-        with pytest.raises(UnsupportedError, match=r"the draft has .*--disable-sliding-window"):
+        words = r"the draft has .*--disable-sliding-window: then it reads texts of up to 16 tokens"
+        with pytest.raises(UnsupportedError, match=words):
             configured(tiny_model, config)
+        caplog.clear()
         assert configured(tiny_model, config, disable_sliding_window=True)
+        assert "reads at most 16 tokens" in caplog.text
+        assert "what is longer is not drafted for" in caplog.text
 
 
 def test_a_draft_model_that_generates_nothing(tiny_model: Path, tmp_path: Path) -> None:
@@ -409,7 +420,18 @@ def test_quantized_kv_takes_less_memory(tiny_model: Path) -> None:
     assert configured(tiny_model, config, **sizes, kv_cache_dtype="fp8")
 
 
-def test_weights_that_are_quantized_or_elsewhere_take_less(
+def test_the_target_says_how_the_kv_of_its_drafts_is_quantized(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = f"{memory_check.__name__}.resolve_kv_cache_dtype_string"
+    monkeypatch.setattr(
+        resolve, lambda given, model: "fp8" if Path(model.model) == tiny_model else given
+    )
+    sizes = {"kv_cache_memory_bytes": 300_000, "block_size": 32, "max_num_seqs": 2}
+    assert configured(tiny_model, with_models(save_draft(tiny_model, tmp_path / "d")), **sizes)
+
+
+def test_weights_that_are_elsewhere_take_less(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.platforms import current_platform

@@ -510,20 +510,23 @@ def test_files_that_are_missing_or_damaged(tiny_model: Path, tmp_path: Path) -> 
     edit(folder, nar=given)
     (Path(folder) / "nar/extras.safetensors").unlink()
     refused("found no nar/extras.safetensors", folder)
-    folder = saved("newer")
-    edit(folder, architectures=["DFlash2DraftModel"])
-    refused("found architecture DFlash2DraftModel, expected DFlashDraftModel", folder)
+    own = {"mask_token_id": 1, "target_layer_ids": [0]}
     folder = saved("window")
-    edit(folder, dflash_config={"mask_token_id": 1, "target_layer_ids": [0], "use_swa": True})
-    refused("found a sliding window", folder)
+    edit(folder, dflash_config={**own, "use_swa": True})
+    refused("found layers with sliding windows", folder)
+    kinds = ["sliding_attention", "full_attention"]
+    edit(folder, dflash_config={**own, "swa_window_size": 16}, layer_types=kinds)
+    refused("^((?!disable-sliding).)*found layers with sliding windows", folder)
+    refused("found layers with sliding windows", folder, disable_sliding_window=True)
     folder = saved("anchor")
     given = {"mask_token_id": 1, "target_layer_ids": [0], "sample_from_anchor": True}
     edit(folder, dflash_config=given)
     refused("found sample_from_anchor, expected rows of masks alone", folder)
-    folder = saved("dspark")
-    edit(folder, architectures=["Qwen3DSparkModel"])
-    for method in ("nar", "small_model"):
-        refused("found Qwen3DSparkModel, a descendant of DFlash .* in a way of its", folder, method)
+    folder = saved("descendant")
+    for name in ("Qwen3DSparkModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM"):
+        edit(folder, architectures=[name])
+        for method in ("nar", "small_model"):
+            refused(f"found {name}, a descendant of DFlash .* in a way of its", folder, method)
     folder = saved("fc", target_layer_ids=(0, 1))
     edit(folder, dflash_config={"mask_token_id": 1, "target_layer_ids": [0, 1, 2]})
     refused(r"found fc.weight of shape \[128, 256\], expected \[128, 384\]", folder)

@@ -74,6 +74,7 @@ class DFlashFacts:
         causal = getattr(config, "is_causal", None)
         hidden_size = int(getattr(config, "hidden_size", 0))
         vocab_size = int(getattr(config, "vocab_size", 0))
+        kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
         mask = own.get("mask_token_id", getattr(config, "mask_token_id", None))
         return cls(
             layers=tuple(layers) or None,
@@ -86,7 +87,7 @@ class DFlashFacts:
             ),
             mask_token_id=mask,
             causal=bool(own.get("causal", False) if causal is None else causal),
-            has_window=bool(own.get("use_swa", False)),
+            has_window=bool(own.get("use_swa")) or "sliding_attention" in kinds,
             samples_anchor=bool(own.get("sample_from_anchor", False)),
             num_target_layers=getattr(config, "num_target_layers", None),
             nar=read_nar_config({EXTRAS_KEY: getattr(config, EXTRAS_KEY, None)}, model),
@@ -107,9 +108,11 @@ def is_dflash(config: Mapping[str, Any]) -> bool:
 def other_kind(config: Mapping[str, Any]) -> str | None:
     """What a descendant of DFlash that drafts in another way calls itself; None of others."""
     kind = str(config.get("speculators_model_type", ""))
+    if kind.startswith(("dspark", "dflash2")):
+        return kind
     names: Sequence[str] = config.get("architectures") or ()
-    others = [name for name in names if "DSpark" in name or name.startswith("LiLiCorr")]
-    return kind if kind.startswith("dspark") else next(iter(others), None)
+    known = ("LiLiCorr", "DFlash2", "DFlashLaguna")
+    return next((name for name in names if "DSpark" in name or name.startswith(known)), None)
 
 
 def make_dflash(model_config: "ModelConfig", max_model_len: int) -> None:

@@ -73,7 +73,10 @@ def _sizes(facts: DFlashFacts, target: "ModelConfig") -> Iterator[str]:
             "checkpoint"
         )
     if facts.has_window:
-        yield "found a sliding window (use_swa), expected full attention; use another checkpoint"
+        yield (
+            "found layers with sliding windows (use_swa or layer_types), expected full attention; "
+            "use another checkpoint"
+        )
 
 
 def _heads(facts: DFlashFacts, target: "ModelConfig") -> Iterator[str]:

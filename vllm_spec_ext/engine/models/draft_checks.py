@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_spec_ext.engine.models.dflash_checks import dflash_reasons
 from vllm_spec_ext.engine.models.eagle_checks import eagle3_reasons
 from vllm_spec_ext.engine.models.same_ids import why_ids_differ
-from vllm_spec_ext.engine.models.weight_files import listed_files, tensor_shapes, weight_files
+from vllm_spec_ext.engine.models.weight_files import missing_files, tensor_shapes, weight_files
 from vllm_spec_ext.errors import UnsupportedError, shown
 from vllm_spec_ext.proposers.models import ModelSpec
 
@@ -33,10 +33,13 @@ def check_draft_model(
     Raises:
         UnsupportedError: With every reason found.
     """
-    if spec.kind in ("eagle3", "dflash"):
+    if spec.kind == "dflash":  # whose class in vLLM knows nothing of windows that are switched off
+        reasons = [*_shared_reasons(draft, target, parallel), *dflash_reasons(draft, target)]
+    elif spec.kind == "eagle3":
         reasons = [
             *_shared_reasons(draft, target, parallel),
-            *(eagle3_reasons if spec.kind == "eagle3" else dflash_reasons)(draft, target),
+            *_windows("the draft", draft),
+            *eagle3_reasons(draft, target),
         ]
     else:
         reasons = list(_reasons(draft, target, parallel))
@@ -66,6 +69,7 @@ def _reasons(
         )
         return
     yield from _shared_reasons(draft, target, parallel)
+    yield from _windows("the draft", draft)
     difference = why_ids_differ(draft, target)
     if difference is not None:
         yield difference
@@ -78,6 +82,7 @@ def _shared_reasons(
     yield from _weights(draft)
     yield from _kinds("the draft", draft)
     yield from _kinds("the target", target)
+    yield from _windows("the target", target)
     yield from _parallel(draft, target, parallel)
 
 
@@ -85,7 +90,7 @@ def _weights(draft: "ModelConfig") -> Iterator[str]:
     folder = Path(draft.model)
     if not folder.is_dir():
         return
-    missing = sorted(name for name in listed_files(folder) if not (folder / name).is_file())
+    missing = missing_files(folder)
     if missing:
         yield (
             f"found no {missing[0]} in {shown(draft.model)}, expected each of the files that its "
@@ -116,14 +121,20 @@ def _kinds(whose: str, config: "ModelConfig") -> Iterator[str]:
         yield f"{whose} has layers without attention (linear or recurrent); {SHARED_BLOCKS}"
     if config.use_mla:
         yield f"{whose} has latent attention (MLA), expected full attention; {SHARED_BLOCKS}"
-    found = windows_of(config)
-    if found is not None:
-        yield (
-            f"{whose} has {found}, expected full attention in all layers; {SHARED_BLOCKS}. Use a "
-            "model of full attention, or start the engine with --disable-sliding-window"
-        )
     if config.attention_chunk_size:
         yield f"{whose} has chunked attention, expected full attention; {SHARED_BLOCKS}"
+
+
+def _windows(whose: str, config: "ModelConfig") -> Iterator[str]:
+    found = windows_of(config)
+    if found is not None:
+        window = config.get_sliding_window()
+        length = "its window" if window is None else f"{window} tokens"
+        yield (
+            f"{whose} has {found}, expected full attention in all layers; {SHARED_BLOCKS}. Use a "
+            "model of full attention, or start the engine with --disable-sliding-window: then it "
+            f"reads texts of up to {length}"
+        )
 
 
 def _parallel(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a method's wish for a draft model to a configuration that was checked; in the front end."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from vllm_spec_ext.proposers.views import ViewSpec
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
+
+logger = logging.getLogger("vllm.spec_ext")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,16 @@ def draft_configs(
             made = DraftConfig(spec.name, model_config, target.max_model_len, dflash=block)
         else:
             length = int(model_config.max_model_len)
+            if length < target.max_model_len:
+                logger.warning(
+                    "vllm-spec-ext: draft model %s (%s) reads at most %d tokens, found "
+                    "max_model_len %d: what is longer is not drafted for; use a draft model of a "
+                    "longer context, or lower max_model_len",
+                    spec.name,
+                    shown(spec.model),
+                    length,
+                    target.max_model_len,
+                )
             made = DraftConfig(spec.name, model_config, length, view=spec.view)
         configs.append(made)
     return tuple(configs)

@@ -30,7 +30,14 @@ PLAIN_DTYPES = ("auto", "float32", "float16", "bfloat16")
 def block_bytes(
     config: "ModelConfig", parallel: "ParallelConfig", block_size: int, kv_cache_dtype: str = "auto"
 ) -> int:
-    """A KV block of all layers of a model, on one rank; of quantized KV a lower bound."""
+    """A KV block of all layers of a model, on one rank; of quantized KV a lower bound.
+
+    Args:
+        config: Of the model.
+        parallel: Of the engine.
+        block_size: Tokens of a block.
+        kv_cache_dtype: Of the engine's KV, as the target's checkpoint settles it.
+    """
     bits = _kv_bits(config, kv_cache_dtype)
     heads = config.get_num_kv_heads(parallel)
     numbers = 2 * config.get_num_layers(parallel) * heads * int(config.get_head_size())
@@ -39,10 +46,10 @@ def block_bytes(
 
 def _kv_bits(config: "ModelConfig", kv_cache_dtype: str) -> int:
     """Of one number; of those that share bytes the fewest that any kind has."""
-    found = str(resolve_kv_cache_dtype_string(kv_cache_dtype, config))
-    if found not in PLAIN_DTYPES:
-        return 8 if found.startswith(("fp8", "int8")) else 2
-    dtype: torch.dtype = config.dtype if found == "auto" else getattr(torch, found)
+    if kv_cache_dtype not in PLAIN_DTYPES:
+        return 8 if kv_cache_dtype.startswith(("fp8", "int8")) else 2
+    is_auto = kv_cache_dtype == "auto"
+    dtype: torch.dtype = config.dtype if is_auto else getattr(torch, kv_cache_dtype)
     return 8 * dtype.itemsize
 
 
@@ -54,7 +61,8 @@ def known_weight_bytes(config: "ModelConfig") -> int:
     is_smaller = config.quantization is not None and not hasattr(
         config.hf_config, "quantization_config"
     )
-    return 0 if is_smaller else weight_bytes(Path(config.model))
+    dtype: torch.dtype = config.dtype
+    return 0 if is_smaller else weight_bytes(Path(config.model), dtype.itemsize)
 
 
 def check_memory(
@@ -84,7 +92,8 @@ def check_memory(
         return
     block_size = expected_block_size(args)
     configs = [target, *(draft.model_config for draft in drafts)]
-    kv_dtype = args.kv_cache_dtype
+    # As vLLM settles it for the whole engine (0.32 ``EngineArgs.create_engine_config``).
+    kv_dtype = str(resolve_kv_cache_dtype_string(args.kv_cache_dtype, target))
     each = sum(block_bytes(config, parallel, block_size, kv_dtype) for config in configs)
     scratch = ScratchNeed.of_drafts(tree, num_draft_tokens, args.max_num_seqs or 1, block_size)
     of_request = -(-target.max_model_len // block_size) + 1  # one is vLLM's null block

@@ -157,5 +157,6 @@ def read_facts(vllm_config: "VllmConfig", target: torch.nn.Module) -> ReadFacts:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     # On CPUs weights are packed when they are loaded, and the module's own are empty.
     loaded = sum(weight.numel() * weight.element_size() for weight in target.parameters())
-    on_disk = weight_bytes(Path(model.model)) // parallel.tensor_parallel_size
+    dtype: torch.dtype = model.dtype
+    on_disk = weight_bytes(Path(model.model), dtype.itemsize) // parallel.tensor_parallel_size
     return ReadFacts(max(1, loaded, on_disk), max(1, block_bytes(model, parallel, 1)))
