@@ -69,6 +69,18 @@ class Pass:
         return len(models)
 
 
+class Filling(Pass):
+    """A pass for which there is no memory."""
+
+    def __init__(self, fill: Callable[[], None]) -> None:
+        super().__init__()
+        self.fill = fill
+
+    def run(self, models: Sequence[Any]) -> int:
+        self.fill()
+        return super().run(models)
+
+
 def both(steps: Sequence[Callable[[Ranks, Any], Any]]) -> tuple[list[Any], list[Any], int]:
     """What two ranks decide in these steps, and how often the other one computed a layer.
 
@@ -187,13 +199,22 @@ def test_what_a_proposer_draws_is_not_drawn_again_by_verification(
     assert len({*drawn, *expected}) == 4
 
 
-def test_a_rank_without_memory_ends_the_engine() -> None:
+def of_a_gpu() -> None:
+    raise torch.OutOfMemoryError("full")
+
+
+def of_a_cpu() -> None:
+    torch.empty(10**14)
+
+
+@pytest.mark.parametrize("fill", [of_a_gpu, of_a_cpu])
+def test_a_rank_without_memory_ends_the_engine(fill: Callable[[], None]) -> None:
     """The others wait inside of the pass; the next message would be taken for a part of it."""
     leader = Ranks(cast(Any, Group(0, Queue())), CPU)
     barrier = Barrier("test", 7)
 
     def run() -> None:
-        leader.work_together(Pass(torch.OutOfMemoryError("full")))
+        leader.work_together(Filling(fill))
 
     with pytest.raises(RanksApartError, match="no memory for what all ranks compute"):
         barrier.call("propose", run, None)

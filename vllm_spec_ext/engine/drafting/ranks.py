@@ -227,9 +227,9 @@ class Ranks:
         try:
             with torch.inference_mode():
                 work()
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if _wants_memory(error):
+                raise
             kind = type(error).__name__
             if kind not in self._failures:
                 self._failures.add(kind)
@@ -245,8 +245,17 @@ def _together() -> Iterator[None]:
     """What fails for want of memory may do so on this rank alone, and the others wait for it."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not _wants_memory(error):
+            raise
         raise RanksApartError(f"no memory for what all ranks compute together: {error}") from error
+
+
+def _wants_memory(error: Exception) -> bool:
+    """Torch has no class of its own for memory of a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 class SharedTarget:
