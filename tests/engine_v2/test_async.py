@@ -119,6 +119,25 @@ def test_a_prompt_of_one_token_has_no_log_probabilities(
     assert found["short"].prompt_logprobs == [None]
 
 
+def test_the_last_token_behind_cached_blocks_has_none_either(make_engine: Any) -> None:
+    config = {**METHODS["oracle_tree"], "num_speculative_tokens_per_batch_size": None}
+    core = make_engine(
+        speculative_config=config, async_scheduling=True, enable_prefix_caching=True, block_size=32
+    ).llm_engine
+    prompt = {"prompt_token_ids": [*range(20, 53)]}
+    core.add_request("before", prompt, sampling_params({"max_tokens": 1}))
+    core.step()
+    core.add_request("running", PROMPTS[0], sampling_params({"max_tokens": 20}))
+    core.step()
+    asked = {"max_tokens": 3, "prompt_logprobs": 1, "skip_reading_prefix_cache": False}
+    core.add_request("cached", prompt, sampling_params(asked))
+    found: dict[str, Any] = {}
+    while core.has_unfinished_requests():
+        found |= {out.request_id: out for out in core.step() if out.finished}
+    assert found["cached"].num_cached_tokens == 32
+    assert found["cached"].prompt_logprobs == [None]
+
+
 def test_preemption(plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario([{"max_tokens": 50, "ignore_eos": True}], PROMPTS)
     answers = run(plain, scenario)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def leave_out_short_prompts(
     runner: "SpecRunnerV2Mixin", scheduler_output: "SchedulerOutput"
 ) -> None:
-    """Prompts of one token have no log-probabilities.
+    """The last token of a prompt, if it is all that is left to read, has no log-probabilities.
 
     vLLM's scheduler may fill such a request up to the length of the others, and its worker would
     take these rows for more of the prompt (0.32 ``compute_prompt_logprobs``).
@@ -23,6 +23,6 @@ def leave_out_short_prompts(
     """
     worker = runner.prompt_logprobs_worker
     for new in scheduler_output.scheduled_new_reqs:
-        if worker is not None and new.prompt_len == 1:
+        if worker is not None and new.num_computed_tokens >= new.prompt_len - 1:
             place = runner.req_states.req_id_to_index[new.req_id]
             worker.uses_prompt_logprobs[place] = False
