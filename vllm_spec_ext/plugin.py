@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of group ``vllm.general_plugins``: makes our methods known to vLLM.
 
-vLLM calls :func:`register` in every process it starts. It wraps one function,
-``EngineArgs.create_speculative_config``, and only where its module is in use; the wrapper hands
-every configuration that is not ours to vLLM unchanged.
+vLLM calls :func:`register` in every process it starts. It wraps two functions of ``EngineArgs``,
+``create_speculative_config`` and ``create_engine_config`` around it, and only where their module is
+in use; the wrappers hand every configuration that is not ours to vLLM unchanged.
 """
 
 import functools
 import logging
-import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from vllm_spec_ext.on_import import when_imported
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
     from vllm.config.speculative import SpeculativeConfig
+    from vllm.config.vllm import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -30,19 +31,15 @@ _WRAPPED_BY = "_spec_ext_wrapped"
 def register() -> None:
     """Wrap vLLM's configuration step; idempotent, cheap, and never raises."""
     try:
-        module = sys.modules.get(_ARGUMENTS_MODULE)
-        if module is not None:
-            wrap_arguments(module)
-        elif not any(isinstance(finder, _WrapOnImport) for finder in sys.meta_path):
-            # Worker processes never build engine arguments, and importing the module there would
-            # cost them a second; so wait until somebody does import it.
-            sys.meta_path.insert(0, _WrapOnImport())
+        # Worker processes never build engine arguments, and importing the module there would cost
+        # them a second; so wait until somebody does import it.
+        when_imported(_ARGUMENTS_MODULE, wrap_arguments)
     except Exception:
         logger.exception("vllm-spec-ext could not register; its methods are not available")
 
 
 def wrap_arguments(module: ModuleType) -> None:
-    """Wrap ``EngineArgs.create_speculative_config`` of the given module, once."""
+    """Wrap the two functions of the given module's ``EngineArgs``, once."""
     engine_args: type[EngineArgs] | None = getattr(module, "EngineArgs", None)
     original: Callable[..., Any] | None = getattr(engine_args, "create_speculative_config", None)
     if engine_args is None or original is None:
@@ -73,6 +70,27 @@ def wrap_arguments(module: ModuleType) -> None:
 
     setattr(create_speculative_config, _WRAPPED_BY, True)
     engine_args.create_speculative_config = create_speculative_config
+    engine_args.create_engine_config = _leaving_arguments(engine_args.create_engine_config)
+
+
+def _leaving_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``create_engine_config`` after which the arguments are those that the user gave."""
+
+    @functools.wraps(original)
+    def create_engine_config(
+        self: "EngineArgs",
+        usage_context: "UsageContext | None" = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> "VllmConfig":
+        if requested_method(self) is None:
+            return original(self, usage_context, *args, **kwargs)
+        from vllm_spec_ext.engine.starting.given_arguments import kept
+
+        with kept(self, usage_context):
+            return original(self, usage_context, *args, **kwargs)
+
+    return create_engine_config
 
 
 def requested_method(engine_args: "EngineArgs") -> str | None:
@@ -111,32 +129,3 @@ def _explain_misspelt_method(error: ValueError) -> None:
     near = difflib.get_close_matches(wrong["input"], valid, n=1)
     if near and near[0] in registry.names():
         raise UnknownNameError("speculative method", wrong["input"], valid) from error
-
-
-class _WrapOnImport(MetaPathFinder):
-    """Wraps the arguments module right after its first import, then gets out of the way."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _ARGUMENTS_MODULE:
-            return None
-        import importlib.util
-
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _WrappingLoader(spec.loader)
-        return spec
-
-
-class _WrappingLoader(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        wrap_arguments(module)

@@ -268,8 +268,10 @@ def test_wrong_options_get_400_and_the_server_goes_on(
     for route, body in (
         ("completions", {"prompt": "one two three"}),
         ("chat/completions", {"messages": [{"role": "user", "content": "one two three"}]}),
+        ("responses", {"input": "one two three"}),
     ):
-        asked = {"model": NAME, "max_tokens": 2, "temperature": 0, **body}
+        length = "max_output_tokens" if route == "responses" else "max_tokens"
+        asked = {"model": NAME, length: 2, "temperature": 0, **body}
         url = f"{server}/v1/{route}"
         answer = httpx.post(url, json={**asked, "vllm_xargs": vllm_xargs}, timeout=60)
         assert answer.status_code == 400, answer.text

@@ -237,14 +237,14 @@ def test_wrong_requests_are_refused_and_the_engine_goes_on(
     assert len(out.outputs[0].token_ids) == 3
 
 
-def configured(model: Path, speculative: Any, **arguments: Any) -> Any:
-    """All that happens before weights load."""
+def configured(model: Path, speculative: Any, usage: Any = None, **arguments: Any) -> Any:
+    """All that happens before weights load; ``usage`` as vLLM's ``UsageContext``."""
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(
         model=str(model), speculative_config=speculative, max_model_len=128, **arguments
     )
-    return args.create_engine_config()
+    return args.create_engine_config(usage)
 
 
 @pytest.mark.parametrize("override", [{}, {"min_p": 0}])
@@ -261,7 +261,7 @@ def test_a_model_whose_requests_would_all_be_refused(
     (folder / "generation_config.json").write_text('{"min_p": 0.05}')
     with caplog.at_level("WARNING"):
         configured(folder, method(), override_generation_config=override)
-    said = "sets min_p to 0.05, which vLLM refuses" in caplog.text
+    said = "set min_p to 0.05, which vLLM refuses" in caplog.text
     assert said == (not override)
 
 
@@ -270,23 +270,37 @@ LORA = {"enable_lora": True, "max_lora_rank": 8}
 
 def test_drafts_beside_adapters_have_room_in_a_step(tiny_model: Path) -> None:
     """vLLM wants it, and says neither how much nor by which of the settings."""
+    from vllm.usage.usage_lib import UsageContext
+
     asked = {"method": "input_copy", "num_speculative_tokens": 24}
     sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
 
-    def drafted(speculative: dict[str, Any], **arguments: Any) -> int:
-        config = configured(tiny_model, speculative, **LORA, **arguments)
+    def drafted(
+        speculative: dict[str, Any], usage: UsageContext | None = None, **arguments: Any
+    ) -> int:
+        config = configured(tiny_model, speculative, usage, **LORA, **arguments)
         return int(config.speculative_config.num_speculative_tokens)
 
-    assert drafted({"method": "auto"}) == 15  # of 4,096 tokens and 256 requests, offline
-    assert drafted({"method": "auto"}, **sizes) == 15
-    assert drafted({"method": "auto"}, max_num_seqs=4) == 32  # its default
+    auto, offline = {"method": "auto"}, UsageContext.LLM_CLASS
+    assert drafted(auto) == 15  # of 2,048 tokens and 128 requests
+    assert drafted(auto, max_num_seqs=256) == 7
+    assert drafted(auto, offline, max_num_seqs=256) == 15  # of 4,096 tokens
+    assert drafted(auto, offline, max_num_batched_tokens=2048) == 7  # and 256 requests
+    fast = {"performance_mode": "throughput"}
+    assert drafted(auto, offline, max_num_batched_tokens=2048, **fast) == 3
+    assert drafted({**auto, "num_speculative_tokens": 20}, offline, max_num_seqs=256, **fast) == 20
+    assert drafted(auto, **sizes) == 15
+    assert drafted(auto, max_num_seqs=4) == 32  # its default
     assert drafted(asked, **{**sizes, "max_num_seqs": 8}) == 24
     words = r"found max_num_seqs=16, num_speculative_tokens=24 and max_num_batched_tokens=256, "
-    words += r"expected at least 400 .*--max-num-seqs to 10, or num_speculative_tokens to 15"
+    words += r"expected at least 400 .*--max-num-seqs to 10, or lower num_speculative_tokens to 15"
     with pytest.raises(UnsupportedError, match=words):
         drafted(asked, **sizes)
     with pytest.raises(UnsupportedError, match="expected at least 32 of these"):
-        drafted({"method": "auto"}, max_num_seqs=16, max_num_batched_tokens=31)
+        drafted(auto, max_num_seqs=16, max_num_batched_tokens=31)
+    words = r"raise --max-num-batched-tokens, or lower num_speculative_tokens to 3$"
+    with pytest.raises(UnsupportedError, match=words):
+        drafted(asked, max_num_seqs=4, max_num_batched_tokens=16)
 
 
 def with_models(*folders: Path | str) -> dict[str, Any]:

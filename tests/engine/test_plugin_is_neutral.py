@@ -27,13 +27,13 @@ def fresh_process(code: str) -> str:
 def test_import_is_cheap_and_loads_no_torch() -> None:
     code = (
         "import time; start = time.process_time()\n"
-        "from vllm_spec_ext import plugin\n"
+        "from vllm_spec_ext import on_import, plugin\n"
         "plugin.register(); plugin.register()\n"
         "took = (time.process_time() - start) * 1e3\n"
         "import sys\n"
         "heavy = ('torch', 'vllm', 'numpy', 'numba', 'pydantic')\n"
         "loaded = [m for m in heavy if m in sys.modules]\n"
-        "finders = [f for f in sys.meta_path if type(f).__module__ == plugin.__name__]\n"
+        "finders = [f for f in sys.meta_path if type(f).__module__ == on_import.__name__]\n"
         "print(took, len(finders), loaded)"
     )
     results = [fresh_process(code).split(" ", 2) for _ in range(3)]
@@ -59,6 +59,8 @@ def test_registering_twice_wraps_once() -> None:
     plugin.register()
     plugin.wrap_arguments(module)
     assert module.EngineArgs.create_speculative_config is once
+    whole = module.EngineArgs.create_engine_config
+    assert not hasattr(whole.__wrapped__, "__wrapped__")
     assert not getattr(once.__wrapped__, "_spec_ext_wrapped", False)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM picks its runner as without us; what needs V1 keeps V1, and the start-up line says so."""
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -42,15 +43,20 @@ def test_the_default_is_vllms(tiny_model: Path) -> None:
 
 
 def test_arguments_of_an_earlier_engine_say_nothing_of_scheduling(tiny_model: Path) -> None:
+    """Nor do copies of them, for engines of ours or others."""
     from vllm.engine.arg_utils import EngineArgs
 
     wanted = {"model": str(tiny_model), **ARGUMENTS, "speculative_config": METHODS["oracle"]}
     args = EngineArgs(**wanted)
     for _ in range(2):
+        config = copy.copy(args).create_engine_config()
         config = args.create_engine_config()
+        assert args.async_scheduling is None
         assert not config.scheduler_config.async_scheduling
         why = config.speculative_config.spec_ext.synchronous_because
         assert why == "drafts are made behind each step's tokens"
+    args.speculative_config = None
+    assert args.create_engine_config().scheduler_config.async_scheduling
     asked = EngineArgs(**wanted, async_scheduling=False).create_engine_config()
     assert asked.speculative_config.spec_ext.synchronous_because == "asked for"
 

@@ -9,17 +9,22 @@ FUNCTIONS: tuple[Hook, ...] = (
     Hook(
         "vllm.engine.arg_utils",
         "EngineArgs.create_speculative_config",
-        "the one function that is wrapped: our method name becomes our configuration",
+        "is wrapped: our method name becomes our configuration",
         names=("target_model_config", "target_parallel_config"),
         exact=True,
     ),
     Hook(
         "vllm.engine.arg_utils",
-        "EngineArgs.get_batch_defaults",
+        "EngineArgs.create_engine_config",
+        "wrapped around that, so that the arguments stay what the user gave",
+        names=("usage_context",),
+    ),
+    Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
         "how many tokens and requests a step has where the user does not say it",
-        names=("cls", "world_size"),
+        names=("usage_context", "model_config", "parallel_config"),
         exact=True,
-        type="tuple[dict[UsageContext, int], dict[UsageContext, int]]",
     ),
     Hook(
         "vllm.config.speculative",
@@ -78,6 +83,12 @@ FUNCTIONS: tuple[Hook, ...] = (
         "AsyncLLM.generate",
         "tells what became of one request's drafts",
         names=("prompt", "sampling_params", "request_id"),
+    ),
+    Hook(
+        "vllm.entrypoints.openai.responses.serving",
+        "OpenAIServingResponses._generate_with_builtin_tools",
+        "wrong options of a streamed response are refused before it begins",
+        names=("request_id", "engine_input", "sampling_params"),
     ),
     Hook(
         "vllm.v1.metrics.loggers",

@@ -33,7 +33,6 @@ CLASSES: tuple[Reads, ...] = (
             "block_size": "int | None",
             "kv_cache_memory_bytes": "int | None",
             "enable_lora": "bool",
-            "tensor_parallel_size": "int",
             "cpu_offload_gb": "float",
             "offload_group_size": "int",
             "kv_cache_dtype": "str",
@@ -46,7 +45,7 @@ CLASSES: tuple[Reads, ...] = (
         "vllm.usage.usage_lib",
         "UsageContext",
         "whether vLLM's sizes of a step are a server's or an offline engine's",
-        {"LLM_CLASS": "UsageContext", "OPENAI_API_SERVER": "UsageContext"},
+        {},
     ),
     Reads(
         "vllm.v1.executor.abstract",
@@ -385,6 +384,15 @@ CLASSES: tuple[Reads, ...] = (
             "input_processor": "InputProcessor",
             "vllm_config": "VllmConfig",
             "observability_config": "ObservabilityConfig",
+        },
+    ),
+    Reads(
+        "vllm.entrypoints.openai.responses.serving",
+        "OpenAIServingResponses",
+        "streams answers of /v1/responses",
+        {
+            "engine_client": "AsyncLLM",
+            "_generate_with_builtin_tools": "Callable[..., AsyncIterator[object]]",
         },
     ),
     Reads(

@@ -3,12 +3,13 @@
 
 import logging
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config.aux_output import AuxOutputConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from vllm_spec_ext.engine.starting import limits
 from vllm_spec_ext.engine.starting.limits import (
@@ -19,6 +20,7 @@ from vllm_spec_ext.engine.starting.limits import (
 from vllm_spec_ext.engine.starting.runners import RunnerChoice
 from vllm_spec_ext.errors import UnsupportedError
 
+HERE = str(Path(__file__).parent)  # as the name of a model; vLLM may look others up on the Hub
 MODEL: Any = SimpleNamespace(
     runner_type="generate", is_encoder_decoder=False, is_hybrid=False, is_attention_free=False
 )
@@ -66,10 +68,10 @@ def test_a_model_that_remembers_refused_tokens_is_refused() -> None:
 
 
 def test_returned_experts_are_refused_however_they_are_asked_for() -> None:
-    args = EngineArgs(model="any", enable_return_routed_experts=True)
+    args = EngineArgs(model=HERE, enable_return_routed_experts=True)
     with pytest.raises(UnsupportedError, match="--enable-return-routed-experts"):
         refuse_unsupported(args, "auto", MODEL, PARALLEL)
-    refuse_unsupported(EngineArgs(model="any"), "auto", MODEL, PARALLEL)
+    refuse_unsupported(EngineArgs(model=HERE), "auto", MODEL, PARALLEL)
 
 
 def test_processors_of_packages_are_not_left_out_without_a_word(
@@ -93,18 +95,25 @@ def test_steps_shorter_than_a_draft_are_refused(name: str) -> None:
     """vLLM 0.32 fills requests with one token to read up, and would wait for ever, or fail."""
     for found in (16, 32):
         with pytest.raises(UnsupportedError, match=f"{name}={found}, expected at least 33"):
-            refuse_short_prefills(EngineArgs(model="any", **{name: found}), "auto", 32)
-    refuse_short_prefills(EngineArgs(model="any", **{name: 33}), "auto", 32)
-    refuse_short_prefills(EngineArgs(model="any"), "auto", 32)
+            refuse_short_prefills(EngineArgs(model=HERE, **{name: found}), "auto", 32)
+    refuse_short_prefills(EngineArgs(model=HERE, **{name: 33}), "auto", 32)
+    refuse_short_prefills(EngineArgs(model=HERE), "auto", 32)
 
 
+@pytest.mark.parametrize("is_server", [False, True])
 @pytest.mark.parametrize("is_set", [False, True])
 def test_a_front_end_that_goes_around_the_checks_is_told_of(
-    is_set: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_set: bool,
+    is_server: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """An offline engine has none."""
     # vLLM's loggers pass nothing on to the root logger, where caplog listens.
     monkeypatch.setattr(limits, "logger", logging.getLogger("limits"))
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", str(int(is_set)))
     model: Any = SimpleNamespace(model="tiny", get_diff_sampling_param=lambda: {"min_p": 0.0})
-    limits.warn_of_requests(model)
-    assert ("options of requests are not checked" in caplog.text) == is_set
+    args = (AsyncEngineArgs if is_server else EngineArgs)(model=HERE)
+    limits.warn_of_requests(args, model)
+    told = "options of requests are not checked" in caplog.text
+    assert told == (is_set and is_server)

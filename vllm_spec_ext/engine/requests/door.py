@@ -6,7 +6,8 @@ for our methods ``InputProcessor.process_inputs`` of the front end is wrapped. A
 on its event loop, where a long source text would let all other clients wait; so
 ``AsyncLLM.add_request`` is wrapped too, and resolves the options on a thread first. Both run once
 an answer that is streamed has begun, when it is too late for HTTP 400; so what can be told without
-the prompt is refused in ``AsyncLLM.generate``, which a server calls before.
+the prompt is refused in ``AsyncLLM.generate``, which a server calls before, and for
+``/v1/responses``, where it calls that in the stream, in what makes the stream.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import copy
 import functools
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -28,9 +30,11 @@ from vllm_spec_ext.engine.requests.options import (
     with_facts,
 )
 from vllm_spec_ext.errors import RequestOptionError
+from vllm_spec_ext.on_import import when_imported
 from vllm_spec_ext.proposers.base import RequestFacts
 
 if TYPE_CHECKING:
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
@@ -48,7 +52,7 @@ _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spec-ext-options
 
 
 def install_request_validation() -> None:
-    """Wrap the three functions of this process, once."""
+    """Wrap the four functions of this process, once."""
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -58,6 +62,16 @@ def install_request_validation() -> None:
         AsyncLLM.add_request = _resolving_first(AsyncLLM.add_request)
     if not getattr(AsyncLLM.generate, _CHECKED_BY, False):
         AsyncLLM.generate = _refusing_at_once(AsyncLLM.generate)
+    when_imported("vllm.entrypoints.openai.responses.serving", _wrap_responses)
+
+
+def _wrap_responses(_: ModuleType) -> None:
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses as Responses
+
+    if not getattr(Responses._generate_with_builtin_tools, _CHECKED_BY, False):
+        Responses._generate_with_builtin_tools = _refusing_before_stream(
+            Responses._generate_with_builtin_tools
+        )
 
 
 def _checking(original: Any) -> Any:
@@ -113,12 +127,7 @@ def _refusing_at_once(original: Any) -> Any:
     def generate(
         self: "AsyncLLM", prompt: Any, sampling_params: "SamplingParams", *args: Any, **kwargs: Any
     ) -> "AsyncIterator[RequestOutput]":
-        if _is_unresolved(self.input_processor, sampling_params):
-            settings = cast("MethodSettings", _settings(self.input_processor))
-            try:
-                check_form(settings, sampling_params.extra_args)
-            except RequestOptionError as error:
-                raise _refusal(error) from error
+        _refuse_form(self.input_processor, sampling_params)
         stream: AsyncIterator[RequestOutput] = original(
             self, prompt, sampling_params, *args, **kwargs
         )
@@ -126,6 +135,35 @@ def _refusing_at_once(original: Any) -> Any:
 
     setattr(generate, _CHECKED_BY, True)
     return generate
+
+
+def _refusing_before_stream(original: Any) -> Any:
+    """The generator of ``/v1/responses``, whose first step is taken behind the status."""
+
+    @functools.wraps(original)
+    def generate(
+        self: "OpenAIServingResponses",
+        request_id: str,
+        engine_input: Any,
+        sampling_params: "SamplingParams",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        _refuse_form(self.engine_client.input_processor, sampling_params)
+        return original(self, request_id, engine_input, sampling_params, *args, **kwargs)
+
+    setattr(generate, _CHECKED_BY, True)
+    return generate
+
+
+def _refuse_form(processor: "InputProcessor", params: "SamplingParams") -> None:
+    """Of options that were not resolved yet."""
+    if not _is_unresolved(processor, params):
+        return
+    try:
+        check_form(cast("MethodSettings", _settings(processor)), params.extra_args)
+    except RequestOptionError as error:
+        raise _refusal(error) from error
 
 
 def _refusal(error: RequestOptionError) -> Exception:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
 
+from vllm_spec_ext.engine.starting.given_arguments import is_server
 from vllm_spec_ext.engine.starting.runners import RunnerChoice, without_v2
 from vllm_spec_ext.environment import is_set
 from vllm_spec_ext.errors import UnsupportedError
@@ -168,22 +169,22 @@ def refuse_short_prefills(args: "EngineArgs", method: str, num_draft_tokens: int
             )
 
 
-def warn_of_requests(model: "ModelConfig") -> None:
+def warn_of_requests(args: "EngineArgs", model: "ModelConfig") -> None:
     """Say so if requests will be refused, or not be checked, whatever they ask for.
 
     vLLM refuses ``min_p`` with speculative decoding (0.32 ``SamplingParams._validate_spec_decode``)
-    also where a model's ``generation_config.json`` makes it the default.
+    also where it is the default, of a model's ``generation_config.json`` or the operator's.
     """
     min_p = model.get_diff_sampling_param().get("min_p")
     if min_p:
         logger.warning(
-            "vllm-spec-ext: the generation_config.json of %s sets min_p to %s, which vLLM refuses "
-            "with speculative decoding: every request that does not set min_p to 0 fails. Start "
-            "the engine with --override-generation-config '{\"min_p\": 0}'",
+            "vllm-spec-ext: the default sampling parameters of %s set min_p to %s, which vLLM "
+            "refuses with speculative decoding: requests that keep this default fail. Add "
+            '"min_p": 0 to --override-generation-config',
             model.model,
             min_p,
         )
-    if is_set("VLLM_USE_RUST_FRONTEND"):
+    if is_set("VLLM_USE_RUST_FRONTEND") and is_server(args):
         logger.warning(
             "vllm-spec-ext: VLLM_USE_RUST_FRONTEND is set, and that front end does not know this "
             "plugin: options of requests are not checked, nothing is shared between requests, and "

@@ -6,7 +6,6 @@ billion parameters on an H200 ``input_copy`` ran at 0.9 of plain decoding's spee
 at 1.5 asynchronously (docs/gpu.md). So a method that need not wait does not.
 """
 
-import weakref
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -39,8 +38,6 @@ for more than 512 rows.
 """
 
 WIDTH_SCHEDULER = "vllm_spec_ext.engine.v2.late_tables.width_scheduler.WidthScheduler"
-
-_made_synchronous: "dict[int, weakref.ref[EngineArgs]]" = {}  # by id: the user did not say it
 
 ANY_NUMBER = 1 << 16  # of requests; above what an engine can have
 
@@ -101,17 +98,6 @@ def make_synchronous(args: "EngineArgs") -> None:
     """
     if args.async_scheduling is None:
         args.async_scheduling = False
-        _made_synchronous[id(args)] = weakref.ref(args)
-
-
-def forget_earlier(args: "EngineArgs") -> None:
-    """Take back what was set for an earlier engine with the same arguments."""
-    if args.scheduler_cls == WIDTH_SCHEDULER:
-        args.scheduler_cls = None
-    made = _made_synchronous.pop(id(args), None)
-    is_ours = made is not None and made() is args
-    if is_ours:
-        args.async_scheduling = None
 
 
 def drafts_late(parsed: "ParsedMethod", runner: RunnerChoice) -> bool:

@@ -22,6 +22,7 @@ from vllm_spec_ext.engine.models.memory_check import check_memory
 from vllm_spec_ext.engine.requests.door import install_request_validation
 from vllm_spec_ext.engine.starting import scheduling
 from vllm_spec_ext.engine.starting.arrival import Arrival
+from vllm_spec_ext.engine.starting.given_arguments import is_server
 from vllm_spec_ext.engine.starting.limits import (
     refuse_async,
     refuse_installed_processors,
@@ -31,7 +32,7 @@ from vllm_spec_ext.engine.starting.limits import (
     warn_of_requests,
     worker_class,
 )
-from vllm_spec_ext.engine.starting.lora_room import leave_room_for_adapters
+from vllm_spec_ext.engine.starting.lora_room import batch_limits, leave_room_for_adapters
 from vllm_spec_ext.engine.starting.online_checks import check_online
 from vllm_spec_ext.engine.starting.runners import RunnerChoice, choose_runner
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
@@ -169,9 +170,7 @@ def shares_unsalted(asked: bool | None, engine_args: Any) -> bool:
         asked: The option; None = not given.
         engine_args: ``EngineArgs``, or a server's ``AsyncEngineArgs``.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs  # workers never need it
-
-    return not isinstance(engine_args, AsyncEngineArgs) if asked is None else asked
+    return not is_server(engine_args) if asked is None else asked
 
 
 def build_spec_config(
@@ -209,14 +208,14 @@ def build_spec_config(
         given[key] = value
     parsed = parse_method(given, method)
     refuse_unsupported(engine_args, method, target_model_config, target_parallel_config)
-    warn_of_requests(target_model_config)
-    leave_room_for_adapters(
-        engine_args,
-        method,
-        parsed.vllm_options,
-        is_given="num_speculative_tokens" in parsed.given,
-    )
-    scheduling.forget_earlier(engine_args)
+    warn_of_requests(engine_args, target_model_config)
+    if engine_args.enable_lora:
+        leave_room_for_adapters(
+            batch_limits(engine_args, target_model_config, target_parallel_config),
+            method,
+            parsed.vllm_options,
+            is_given="num_speculative_tokens" in parsed.given,
+        )
     runner = choose_runner(engine_args, method, target_parallel_config)
     refuse_async(engine_args, method, runner)
     refuse_installed_processors(method, runner)
