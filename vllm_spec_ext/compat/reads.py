@@ -822,6 +822,7 @@ CLASSES: tuple[Reads, ...] = (
         "its counting of thinking tokens runs along each path of a draft",
         {
             "has_tracked_requests": "Callable[[], bool]",
+            "think_start_token_ids": "list[int]",
             "think_end_token_ids": "list[int]",
             "_init_state_entry": "Callable[..., dict[str, object]]",
             "_update_think_state": "Callable[[dict[str, object]], None]",

@@ -67,12 +67,15 @@ class ThinkingBudgets:
             root = int(batch.root_rows[request])
             first, end = batch.node_starts[request : request + 2].tolist()
             states = {-1: root_state}
+            paths: dict[int, list[int]] = {-1: []}
+            length, output = len(outputs[request]), list(outputs[request])
             _force(holder, root_state, root, forced)
             for node in range(end - first):
-                above = states[int(batch.parents[first + node])]
-                state = dict(above)
-                _advance(holder, state, [*above["output_tok_ids"], int(batch.tokens[first + node])])
-                states[node] = state
+                above = int(batch.parents[first + node])
+                paths[node] = [*paths[above], int(batch.tokens[first + node])]
+                output[length:] = paths[node]
+                state = states[node] = dict(states[above])
+                _advance(holder, state, output)
                 _force(holder, state, root + 1 + node, forced)
         return RowBudgets(forced)
 
@@ -87,16 +90,22 @@ class ThinkingBudgets:
             )
             _advance(holder, state, [])
             counted = self._counted[known.req_id] = _Counted(state, [])
-        for length in range(len(counted.output) + 1, len(output) + 1):
-            _advance(holder, counted.state, output[:length])
-        counted.output = list(output)
+        for token in output[len(counted.output) :]:
+            counted.output.append(token)
+            _advance(holder, counted.state, counted.output)
         return counted.state
 
 
 def _advance(holder: "ThinkingBudgetStateHolder", state: State, output: list[int]) -> None:
-    """One step of plain decoding, as ``ThinkingBudgetStateHolder.update_state`` counts it."""
+    """One step of plain decoding, as ``ThinkingBudgetStateHolder.update_state`` counts it.
+
+    vLLM looks through all that was said since the last thought for the start and the end of one, in
+    every step. Here a token is never the last one twice, so only what is new can complete these.
+    """
     state.update(output_tok_ids=output, spec_token_ids=[], in_spec_mode=False, force_index=[])
     holder._update_think_state(state)
+    longest = max(len(holder.think_start_token_ids), len(holder.think_end_token_ids))
+    state["scan_offset"] = max(state["scan_offset"], len(output) - longest + 1)
 
 
 def _force(
