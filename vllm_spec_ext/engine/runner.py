@@ -183,6 +183,7 @@ class SpecRunnerMixin:
         requests = step.tree_rows(self.query_start_loc.np[:count].tolist(), computed)
         trees.plan_step(requests, table.block_table.np)
         if trees.plan is not None:
+            step.kept = trees.plan.kept.tolist()
             trees.begin(self.positions, table.slot_mapping.gpu)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:

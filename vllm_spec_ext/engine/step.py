@@ -35,6 +35,7 @@ class Step:
     walk: Walk | None = None  # of our own verification; None = vLLM's, of chains
     states: "Sequence[RequestState]" = ()  # what we keep of each request
     held_generators: dict[int, torch.Generator] = field(default_factory=dict)
+    kept: Sequence[int] = ()  # nodes that the plan of its trees has room for; -1, or none said: all
 
     @classmethod
     def of(
@@ -78,6 +79,19 @@ class Step:
             for state, draft in zip(self.states, self.drafts, strict=True)
         ]
 
+    @cached_property
+    def verified(self) -> Sequence[list[int]]:
+        """The drafts with -1 in place of nodes that the plan left out: their rows say nothing.
+
+        Asked first when the step is planned.
+        """
+        if not self.kept:
+            return self.drafts
+        return [
+            draft if kept < 0 else [*draft[:kept], *[-1] * (len(draft) - kept)]
+            for draft, kept in zip(self.drafts, self.kept, strict=True)
+        ]
+
     def tree_rows(self, starts: Sequence[int], computed: Sequence[int]) -> list[RequestRows]:
         """Where the rows of each request and its tree stand.
 
@@ -115,7 +129,7 @@ class Step:
             new_tokens: Of each request; empty in an unfinished prefill.
         """
         found = []
-        for row, (draft, tokens) in enumerate(zip(self.drafts, new_tokens, strict=True)):
+        for row, (draft, tokens) in enumerate(zip(self.verified, new_tokens, strict=True)):
             if not draft or not tokens:
                 continue
             # Placeholders (-1) are the scheduler's padding of a resumed request, not a draft.

@@ -294,7 +294,7 @@ class StepDrafts:
             num_new = len(request.new_tokens) - (request.num_steps - 1)  # in this step
             before = request.token_ids[: len(request.token_ids) - num_new][-2:]
             histories[row] = (-1, -1, *before.tolist())[-2:]
-        found = step.likeliest.of_requests(histories, step.drafts, step.parents)
+        found = step.likeliest.of_requests(histories, step.verified, step.parents)
         for row, request in zip(rows, requests, strict=True):
             request.next_tokens = found[row]
 
@@ -401,7 +401,7 @@ class StepDrafts:
             accepted = step.accepted_nodes(row, len(new_tokens[row]) - 1)
             log.verified(
                 request.request_id,
-                step.drafts[row],
+                [token for token in step.verified[row] if token >= 0],
                 accepted,
                 new_tokens[row],
                 request.next_tokens,

@@ -46,7 +46,7 @@ def record_step(
             nodes = step.accepted_nodes(row, len(request.new_tokens) - 1)
             first = int(offsets[row])
             path = [first, *(first + 1 + node for node in nodes)]
-            failed = failed_at(step.drafts[row], step.parents[row], nodes)
+            failed = failed_at(step.verified[row], step.parents[row], nodes)
             chosen.append((place, path, failed))
     if not chosen:
         return

@@ -111,7 +111,7 @@ class WalkSampler(RejectionSampler):
         chosen = sampler.logprob_token_ids_state
         self._num_chosen = chosen.max_num_token_ids(input_batch.idx_mapping_np)
         if plan is not None or distributions or self._relaxed_rule is not None:
-            batch = step_batch(step, plan)
+            batch = step_batch(step)
             if invalid_drafts is not None:  # rows behind which no grammar was asked
                 batch = batch.without(invalid_drafts.cpu().numpy())
             self._whole, self._greedy = HostPart(batch, distributions), greedy

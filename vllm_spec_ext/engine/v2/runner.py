@@ -214,6 +214,8 @@ class SpecRunnerV2Mixin:
         starts = [0, *accumulate(step.num_scheduled)][:-1]
         blocks = [self.spec_requests.blocks(name) for name in step.request_ids]
         trees.plan_step(step.tree_rows(starts, self._computed), blocks)
+        if trees.plan is not None:
+            step.kept = trees.plan.kept.tolist()
 
     def has_trees(self) -> bool:
         """Whether the step that is being prepared verifies branches."""

@@ -4,21 +4,18 @@
 from collections.abc import Sequence
 
 from vllm_spec_ext.engine.step import Step
-from vllm_spec_ext.engine.trees.plan import TreePlan
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
 from vllm_spec_ext.engine.verifying.drawn_drafts import DraftDistributions
 
 
-def step_batch(step: Step, plan: TreePlan | None) -> DraftBatch:
+def step_batch(step: Step) -> DraftBatch:
     """The drafts of the step, without what the tree plan had to drop."""
-    drafts = list(step.drafts)
-    parents: list[Sequence[int] | None] = [None] * len(drafts)
-    for row, kept in enumerate([] if plan is None else plan.kept.tolist()):
+    parents: list[Sequence[int] | None] = [None] * len(step.drafts)
+    for row, kept in enumerate(step.kept):
         if kept >= 0:
-            known, size = step.parents[row] or [], len(drafts[row])
-            parents[row] = [*known, *[-1] * (size - len(known))]
-            drafts[row] = [*drafts[row][:kept], *[-1] * (size - kept)]
-    return DraftBatch.of(drafts, parents)
+            known = step.parents[row] or []
+            parents[row] = [*known, *[-1] * (len(step.drafts[row]) - len(known))]
+    return DraftBatch.of(step.verified, parents)
 
 
 def drawn_of(step: Step, greedy: Sequence[bool]) -> dict[int, DraftDistributions]:

@@ -93,7 +93,7 @@ class Verifier:
         if self._relaxed_rule is None and not must_walk:
             return stock(logits, spec_decode_metadata)
         greedy = self._greedy_requests()
-        batch = step_batch(step, None if trees is None else trees.plan)
+        batch = step_batch(step)
         self._use_eta(states, (np.diff(batch.node_starts) + 1).tolist())
         rule = None
         distributions = drawn_of(step, greedy)
