@@ -180,10 +180,9 @@ class SpecRunnerMixin:
         batch, count = self.input_batch, len(step.request_ids)
         computed = batch.num_computed_tokens_cpu[:count].tolist()
         table = batch.block_table[0]
-        requests = step.tree_rows(self.query_start_loc.np[:count].tolist(), computed)
-        trees.plan_step(requests, table.block_table.np)
+        starts = self.query_start_loc.np[:count].tolist()
+        trees.plan_step(step, starts, computed, table.block_table.np)
         if trees.plan is not None:
-            step.kept = trees.plan.kept.tolist()
             trees.begin(self.positions, table.slot_mapping.gpu)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.block_copies import LayerBlocks
-from vllm_spec_ext.engine.trees.plan import RequestRows, TreePlan, build_plan, warm_up
+from vllm_spec_ext.engine.trees.plan import TreePlan, build_plan, warm_up
 from vllm_spec_ext.engine.trees.plan_tensors import on_device
 from vllm_spec_ext.scorers.walk.tree import Walk
 
@@ -129,17 +130,23 @@ class TreeAttention:
         for name in group.layer_names:
             self._wrap_write(runner.compilation_config.static_forward_context[name].impl)
 
-    def plan_step(self, requests: Sequence[RequestRows], table: BlockTable) -> None:
+    def plan_step(
+        self, step: Step, starts: Sequence[int], computed: Sequence[int], table: BlockTable
+    ) -> None:
         """Lay out the trees of a step, if it has any; after vLLM prepared its inputs.
 
         Args:
-            requests: The batch.
+            step: Is told which nodes there is room for.
+            starts: First row of each request.
+            computed: Tokens of each whose KV is there.
             table: Block ids of each request; those of requests without a tree are not looked at.
         """
         self.end_step()
+        requests = step.tree_rows(starts, computed)
         if any(request.parents is not None for request in requests):
             self._table = table
             self.plan = build_plan(requests, table, self.block_size, self.scratch)
+            step.kept = self.plan.kept.tolist()
 
     def end_step(self) -> None:
         """The tree is verified: passes of the target between steps have nothing to do with it."""

@@ -213,9 +213,7 @@ class SpecRunnerV2Mixin:
             return
         starts = [0, *accumulate(step.num_scheduled)][:-1]
         blocks = [self.spec_requests.blocks(name) for name in step.request_ids]
-        trees.plan_step(step.tree_rows(starts, self._computed), blocks)
-        if trees.plan is not None:
-            step.kept = trees.plan.kept.tolist()
+        trees.plan_step(step, starts, self._computed, blocks)
 
     def has_trees(self) -> bool:
         """Whether the step that is being prepared verifies branches."""
