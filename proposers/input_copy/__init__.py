@@ -83,7 +83,7 @@ _PRIORS = [
     request_options=InputCopyRequest,
     num_speculative_tokens=32,
     best_for="editing, correcting, rewriting, quoting, extraction, code edits",
-    cost="0.1 to 0.2 ms a step; no memory beyond the input's tokens",
+    cost="0.1 to 0.2 ms a step; 60 to 110 bytes a token of input and answer",
 )
 class InputCopy(BaseProposer):
     """See the module docstring."""
@@ -111,6 +111,7 @@ class InputCopy(BaseProposer):
 
     def propose(self, step: StepContext) -> list[Draft]:
         """One chain a request; empty where the output is not being copied."""
+        self._rates.next_step()
         return [self._propose_one(request, step) for request in step.requests]
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:

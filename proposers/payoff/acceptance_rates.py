@@ -25,6 +25,16 @@ class AcceptanceRates:
         self._strength = strength
         # [first: accepted, tried; further: accepted, tried] beyond the prior
         self._counts = [[0.0, 0.0, 0.0, 0.0] for _ in priors]
+        self._refused: set[int] = set()  # kinds that could not pay off in this step
+
+    def next_step(self) -> None:
+        """Kinds of which not even one token paid off fall back slowly to what is usual.
+
+        So they are tried again some time, no sooner where there are many requests.
+        """
+        for kind in self._refused:
+            self._counts[kind] = [value * _FADE for value in self._counts[kind]]
+        self._refused.clear()
 
     def observe(self, kind: int, num_drafted: int, num_accepted: int) -> None:
         """Learn from one verified draft."""
@@ -51,14 +61,10 @@ class AcceptanceRates:
         return (first * further ** np.arange(num_tokens)).astype(np.float32)
 
     def longest_draft(self, kind: int, min_probability: float, limit: int) -> int:
-        """Longest draft whose last token is still accepted with at least that probability.
-
-        A kind of which not even one token pays off falls back slowly to what is usual, so that it
-        is tried again some time.
-        """
+        """Longest draft whose last token is still accepted with at least that probability."""
         first, further = self.rates(kind)
         if first < min_probability:
-            self._counts[kind] = [value * _FADE for value in self._counts[kind]]
+            self._refused.add(kind)
             return 0
         if min_probability <= 0.0 or further >= 1.0:
             return limit

@@ -21,10 +21,18 @@ def test_draft_length_follows_rates_and_cost() -> None:
 
 
 def test_a_hopeless_kind_is_tried_again_some_time() -> None:
-    rates = AcceptanceRates([(0.5, 0.8)])
-    for _ in range(300):
-        rates.observe(0, 8, 0)
-    assert any(rates.longest_draft(0, 0.1, 32) for _ in range(500))
+    """Steps count, not requests."""
+
+    def steps_until_then(num_requests: int) -> int:
+        rates, steps = AcceptanceRates([(0.5, 0.8)]), 0
+        for _ in range(300):
+            rates.observe(0, 8, 0)
+        while not any([rates.longest_draft(0, 0.1, 32) for _ in range(num_requests)]):
+            rates.next_step()
+            steps += 1
+        return steps
+
+    assert 20 < steps_until_then(1) == steps_until_then(64) < 500
 
 
 def test_full_and_partial_acceptance_are_counted_apart() -> None:
