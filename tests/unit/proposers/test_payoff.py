@@ -27,7 +27,7 @@ def test_a_hopeless_kind_is_tried_again_some_time() -> None:
         rates, steps = AcceptanceRates([(0.5, 0.8)]), 0
         for _ in range(300):
             rates.observe(0, 8, 0)
-        while not any([rates.longest_draft(0, 0.1, 32) for _ in range(num_requests)]):
+        while not max(rates.longest_draft(0, 0.1, 32) for _ in range(num_requests)):
             rates.next_step()
             steps += 1
         return steps
