@@ -112,9 +112,12 @@ def rollback(
     facts = _facts(folder)
     engine = read_record(folder, EngineState) or EngineState()
     if to is None:
-        kept = [v.version for v in engine.verdicts if v.kept and v.version < engine.serving]
+        kept = {v.version for v in engine.verdicts if v.kept} | set(engine.served)
         present = set(version_numbers(folder))
-        to = max((number for number in kept if number in present), default=0)
+        earlier = sorted((number for number in kept if number < engine.serving), reverse=True)
+        to = next((number for number in earlier if number in present), 0)
+        for gone in earlier[: earlier.index(to) if to in earlier else None]:
+            print(f"version {gone}, which was kept later, is no longer there")
     check_version(folder, to, facts.drafter)
     _order(folder, serve=to)
     print(f"version {to} will be served between two of the next steps")

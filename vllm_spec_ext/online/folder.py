@@ -64,6 +64,8 @@ class EngineState(_Record):
     """Newest version that was tried, or refused as damaged or foreign."""
     verdicts: tuple[Verdict, ...] = ()
     """Latest last."""
+    served: tuple[int, ...] = ()
+    """Versions that were served, ascending up to the one in use; the last few."""
     acceptance: float | None = None
     """Accepted draft tokens a request's step of the version in use, since it came into use."""
     acceptance_at_start: float | None = None
@@ -108,11 +110,12 @@ class TrainerState(_Record):
 
 
 RecordT = TypeVar("RecordT", bound=_Record)
+FACTS, STATE, TRAINER = "online.json", "engine.json", "trainer.json"
 _NAMES: dict[type[_Record], str] = {
-    FolderFacts: "online.json",
-    EngineState: "engine.json",
+    FolderFacts: FACTS,
+    EngineState: STATE,
     Control: "control.json",
-    TrainerState: "trainer.json",
+    TrainerState: TRAINER,
 }
 
 

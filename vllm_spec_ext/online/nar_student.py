@@ -27,6 +27,7 @@ from vllm_spec_ext.online.teacher import as_drawn
 from vllm_spec_ext.online.text_states import TextStates
 from vllm_spec_ext.online.trace import Trace
 from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, makes_context
+from vllm_spec_ext.training.atomic import disk_full_named
 from vllm_spec_ext.training.batches import IGNORED
 from vllm_spec_ext.training.draft_vocab import DraftProjection
 from vllm_spec_ext.training.nar.blocks import Blocks
@@ -158,7 +159,7 @@ class NarStudent:
 
     def files(self) -> dict[str, bytes]:
         """In float32: a small step must not be lost in rounding."""
-        with tempfile.TemporaryDirectory() as name:
+        with tempfile.TemporaryDirectory() as name, disk_full_named(Path(name)):
             folder = Path(name)
             self.module.save(folder)
             paths = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -2,11 +2,12 @@
 """The engine's side of a folder: which version drafts, and what is recorded.
 
 Everything slow, reading and checking files, is done by a thread; between two steps the engine only
-takes up what the thread has made ready. Of several replicas the first decides, and the others serve
-what it serves.
+takes up what the thread has made ready. Of several replicas and servers on a folder the first
+decides, the others serve what it serves, and another server takes over once it ends.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import subprocess
@@ -20,6 +21,8 @@ from typing import Protocol
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.folder import (
+    FACTS,
+    STATE,
     Control,
     EngineState,
     FolderFacts,
@@ -30,23 +33,29 @@ from vllm_spec_ext.online.folder import (
     read_record,
     write_record,
 )
+from vllm_spec_ext.online.folder_lock import FolderLock
 from vllm_spec_ext.online.sample_files import SAMPLES, SampleWriter
 from vllm_spec_ext.online.tap import Tap
 from vllm_spec_ext.online.trial import Role, Trial
 from vllm_spec_ext.online.versions import (
+    VERSIONS,
     check_version,
     drafter_hash,
+    version_folder,
     version_numbers,
     write_version,
 )
 from vllm_spec_ext.options import OnlineOptions
 from vllm_spec_ext.proposers.records import Draft, StepContext, StepOutcome
+from vllm_spec_ext.training.atomic import DiskFullError, remove_partials
 
 logger = logging.getLogger("vllm.spec_ext")
 
 _POLL_S = 0.25
 _TELL_S = 2.0
 _KEPT_VERDICTS = 50
+_KEPT_SERVED = 4
+_LOCK = "engine.lock"
 
 
 class Learner(Protocol):
@@ -110,23 +119,34 @@ class OnlineSession:
             options: What the user asked for.
             origin: The drafter.
             learner: Has the weights of the start.
-            is_first: This replica records and decides; others follow it.
+            is_first: Of the replicas of a server this one records and decides, unless another
+                server does.
             fresh: Begin with the weights of the start, whatever was learned before.
 
         Raises:
             SpecExtError: The folder is another drafter's, or cannot be written.
         """
         self._options, self._origin, self._learner = options, origin, learner
-        self._is_first = is_first
         self._root = folder_path(options)
+        self._lead = FolderLock(self._root / _LOCK) if is_first else None
         self.tap: Tap | None = None
         self._writer: SampleWriter | None = None
         self._trainer: subprocess.Popen[bytes] | None = None
         check_folder(self._root, origin.method, origin.drafter)
-        if is_first:
+        self._is_first = is_first and self._may_lead()
+        if self._is_first:
             self._open_folder()
+        elif is_first:
+            logger.warning(
+                "vllm-spec-ext: online: another server works on %s; this one serves what that one "
+                "does, and records nothing until it ends",
+                self._root,
+            )
         self._trial = Trial(options.trial_steps, options.guard, options.seed)
-        self._weights: dict[int, object] = {0: learner.read_weights(origin.folder)}
+        # The folder's own copy is written once; the drafter's may change while it is mapped.
+        own = version_folder(self._root, 0)
+        weights = learner.read_weights(own if own.is_dir() else origin.folder)
+        self._weights: dict[int, object] = {0: weights}
         self._state = self._first_state(fresh)
         self._using = -1
         self._turn_left = 0  # steps
@@ -135,7 +155,7 @@ class OnlineSession:
         self._unreadable = -1  # a version that a follower could not read
         self._lock = threading.RLock()
         self._stop = threading.Event()
-        if is_first:
+        if self._is_first:
             self._start_recording()
         self._use(self._state.serving)
         self._thread = threading.Thread(target=self._watch, name="spec-ext-online", daemon=True)
@@ -237,13 +257,27 @@ class OnlineSession:
         if self._trainer is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._trainer.wait(timeout=10.0)
+        if self._lead is not None:
+            self._lead.release()
 
     # Starting.
+
+    def _may_lead(self) -> bool:
+        """Whether no other server decides about the folder."""
+        assert self._lead is not None
+        try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what people wrote
+            return self._lead.take()
+        except OSError as error:
+            if error.errno == errno.ENOLCK:  # a file system without locks
+                return True
+            raise SpecExtError(f"online: cannot write to {self._root}: {error}") from error
 
     def _open_folder(self) -> None:
         origin = self._origin
         try:
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what people wrote
+            for name in (FACTS, STATE, f"{SAMPLES}/*", f"{VERSIONS}/v00000000"):
+                remove_partials(self._root, name)
             if 0 not in version_numbers(self._root):
                 write_version(self._root, 0, origin.files, origin.drafter)
             facts = FolderFacts(
@@ -254,7 +288,14 @@ class OnlineSession:
                 options=self._options,
                 drafting=dict(origin.drafting),
             )
-            write_record(self._root, facts)
+            known = read_record(self._root, FolderFacts)
+            if facts != known:
+                try:
+                    write_record(self._root, facts)
+                except DiskFullError as error:
+                    if known is None:
+                        raise
+                    logger.warning("vllm-spec-ext: online: %s", error)
         except OSError as error:
             raise SpecExtError(f"online: cannot write to {self._root}: {error}") from error
 
@@ -280,16 +321,38 @@ class OnlineSession:
         self.tap = Tap(self._options, writer.put)
         self.tap.bytes_elsewhere = lambda: writer.pending_bytes
         if self._options.start_trainer:
-            with open(self._root / "trainer.log", "ab") as log:
-                self._trainer = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "vllm_spec_ext.online.trainer"),
-                        *(str(self._root), "--parent", str(os.getpid())),
-                    ],
-                    stdout=log,
-                    stderr=log,
-                    stdin=subprocess.DEVNULL,
-                )
+            try:
+                self._start_trainer()
+            except OSError as error:  # a full disk
+                logger.warning("vllm-spec-ext: online: no trainer was started: %s", error)
+
+    def _start_trainer(self) -> None:
+        with open(self._root / "trainer.log", "ab") as log:
+            self._trainer = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "vllm_spec_ext.online.trainer"),
+                    *(str(self._root), "--parent", str(os.getpid())),
+                ],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def _take_over(self) -> None:
+        """The server that decided has ended, or its machine has."""
+        self._open_folder()
+        known = read_record(self._root, EngineState) or EngineState()
+        handled = known.handled if known.trying is None else known.trying - 1  # it is tried again
+        self._set(
+            handled=handled,
+            obeyed=known.obeyed,
+            frozen=known.frozen,
+            verdicts=known.verdicts,
+            served=known.served,
+        )
+        self._start_recording()
+        self._is_first = True
+        logger.info("vllm-spec-ext: online: this server decides about %s now", self._root)
 
     # Between two steps.
 
@@ -338,7 +401,8 @@ class OnlineSession:
     def _serve(self, number: int, why: str) -> None:
         logger.info("vllm-spec-ext: online: version %d drafts now: %s", number, why)
         self._trial.changed()
-        self._set(serving=number, trying=None, since=time.time())
+        served = (*(former for former in self._state.served if former < number), number)
+        self._set(serving=number, trying=None, since=time.time(), served=served[-_KEPT_SERVED:])
 
     def _judge(self, number: int, kept: bool, reason: str, before: float, after: float) -> None:
         verdict = Verdict(
@@ -361,8 +425,12 @@ class OnlineSession:
                     self._look()
                 else:
                     self._follow()
-                if self._is_first and time.monotonic() - told >= _TELL_S:
-                    told = time.monotonic()
+                if time.monotonic() - told < _TELL_S:
+                    continue
+                told = time.monotonic()
+                if not self._is_first and self._lead is not None and self._may_lead():
+                    self._take_over()
+                if self._is_first:
                     write_record(self._root, self._told())
                     trainer = read_record(self._root, TrainerState)
                     alive = trainer is not None and time.time() - trainer.alive_at < 60.0

@@ -8,7 +8,6 @@ last published; a full disk costs a version, not the run.
 import argparse
 import contextlib
 import copy
-import fcntl
 import io
 import logging
 import math
@@ -28,22 +27,25 @@ from torch import Tensor
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.cpu_budget import CpuBudget
 from vllm_spec_ext.online.folder import (
+    TRAINER,
     EngineState,
     FolderFacts,
     TrainerState,
     read_record,
     write_record,
 )
+from vllm_spec_ext.online.folder_lock import FolderLock
 from vllm_spec_ext.online.sample_files import SAMPLES
 from vllm_spec_ext.online.sample_pool import SamplePool
 from vllm_spec_ext.online.student import Judged, Student, make_student
 from vllm_spec_ext.online.versions import (
+    VERSIONS,
     check_version,
     prune_versions,
     version_numbers,
     write_version,
 )
-from vllm_spec_ext.training.atomic import DiskFullError, write_bytes
+from vllm_spec_ext.training.atomic import DiskFullError, remove_partials, write_bytes
 from vllm_spec_ext.training.target import pick_device
 
 logger = logging.getLogger("vllm.spec_ext")
@@ -149,7 +151,7 @@ class Trainer:
                 self.published = number
                 self._last = copy.deepcopy(self._average)
                 engine = self._engine()
-                keep = {0, number, engine.serving, engine.trying}
+                keep = {0, number, engine.serving, engine.trying, *engine.served}
                 prune_versions(self.root, keep, _KEPT_VERSIONS)
             self.save()
         except DiskFullError as error:
@@ -174,7 +176,7 @@ class Trainer:
             "serving": self._seen_serving,
         }
         torch.save(values, buffer)
-        write_bytes(self.root / STATE, buffer.getvalue())
+        write_bytes(self.root / STATE, buffer.getbuffer())
 
     @property
     def figures(self) -> dict[str, float]:
@@ -328,7 +330,11 @@ def run_trainer(
             os.nice(19)
         torch.set_num_threads(max(1, math.ceil(share)))
     stop = threading.Event()
-    with _only_one(root), _stopped_by_signals(stop):
+    with _stopped_by_signals(stop), _only_one(root, stop, parent) as is_alone:
+        if not is_alone:
+            return
+        for name in (f"{VERSIONS}/*", STATE, TRAINER):
+            remove_partials(root, name)
         _tell_of_start(root)
         trainer = Trainer(root, make_student(facts, where), facts)
         told, started, last_steps = 0.0, time.time(), trainer.steps
@@ -387,13 +393,22 @@ def _tell(root: Path, trainer: Trainer, started: float, core_share: float, why: 
 
 
 @contextlib.contextmanager
-def _only_one(root: Path) -> Iterator[None]:
-    with open(root / _LOCK, "w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise SpecExtError(f"another trainer works on {root}; only one may") from error
-        yield
+def _only_one(root: Path, stop: threading.Event, parent: int | None) -> Iterator[bool]:
+    """Whether this one may work on a folder; False = it is to end.
+
+    One that an engine has started waits for that of a server which is about to end.
+    """
+    lock = FolderLock(root / _LOCK)
+    while not lock.take():
+        if parent is None:
+            raise SpecExtError(f"another trainer works on {root}; only one may")
+        if stop.wait(_POLL_S) or parent != os.getppid():
+            yield False
+            return
+    try:
+        yield True
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager

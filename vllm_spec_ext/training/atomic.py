@@ -54,6 +54,21 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             raise
 
 
+def remove_partials(root: Path, name: str) -> None:
+    """Delete what processes that were killed left behind of a file or folder.
+
+    Args:
+        root: Where it is.
+        name: Of it, from there; may have ``*`` for its last part.
+    """
+    folder, last = (root / name).parent, Path(name).name
+    for partial in folder.glob(f".{last}.*.partial"):
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+
+
 def replace_folder(new: Path, folder: Path) -> None:
     """Move a folder into the place of another, which is deleted once that is done.
 
@@ -77,7 +92,7 @@ def replace_folder(new: Path, folder: Path) -> None:
     shutil.rmtree(former, ignore_errors=True)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes | memoryview) -> None:
     """Replace a file's content at once; raises as :func:`atomic_file`."""
     with atomic_file(path) as file:
         file.write(data)

@@ -101,6 +101,9 @@ def test_freeze_and_rollback(folder: Path, capsys: pytest.CaptureFixture[str]) -
     (folder / "control.json").unlink()  # as its own error advises where it is damaged
     assert call("rollback", str(folder), "--to", "0") == 0
     assert read_record(folder, Control) == Control(serial=5, serve=0)
+    write_record(folder, EngineState(obeyed=5, serving=9, served=(2, 7, 9)))
+    assert call("rollback", str(folder)) == 2
+    assert "version 7, which was kept later, is no longer there" in capsys.readouterr().out
 
 
 def test_other_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's side without an engine: replicas that follow the first, and turns of versions."""
 
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -175,6 +177,64 @@ def test_a_version_that_a_replica_cannot_read(start: Start, tmp_path: Path) -> N
     until(lambda: follower._ready is not None)
     follower.begin_step()
     assert learner.used == [b"own", b"three"]
+
+
+def test_two_servers_on_a_folder(start: Start, tmp_path: Path) -> None:
+    """The second one follows, and takes over once the first has ended."""
+    root = tmp_path / "online"
+    first, _ = start(is_first=True)
+    second, learner = start(is_first=True)
+    assert second.tap is None
+    publish(root, 1, b"one")
+    until(lambda: first._ready is not None)
+    first.begin_step()
+    first._serve(1, "it was better")
+    first._judge(1, True, "it was better", 1.0, 2.0)
+    first.close()
+    until(lambda: second._ready is not None)
+    second.begin_step()
+    assert learner.used == [b"own", b"one"]
+    until(lambda: second._is_first)
+    assert second.tap is not None
+    second.close()
+    state = read_record(root, EngineState)
+    assert state is not None
+    assert (state.serving, state.handled, state.served) == (1, 1, (1,))
+    assert [verdict.version for verdict in state.verdicts] == [1]
+
+
+def test_versions_that_were_kept_are_remembered(start: Start, tmp_path: Path) -> None:
+    """For a rollback; what was served after the version that is returned to is not."""
+    root = tmp_path / "online"
+    session, _ = start(is_first=True)
+    for number in (2, 5, 9):
+        publish(root, number, b"x")
+        session._weights[number] = b"x"
+        session._serve(number, "it was better")
+    session._serve(5, "it was ordered")
+    assert session.state.served == (2, 5)
+
+
+def test_the_drafters_own_file_may_be_written_over(start: Start, tmp_path: Path) -> None:
+    """It is mapped where it is large; the folder's copy of it is what versions return to."""
+    start(is_first=True)[0].close()
+    (tmp_path / "own" / NAME).write_bytes(b"new")
+    session, learner = start(is_first=True)
+    session.begin_step()
+    assert learner.used == [b"own"]
+
+
+def test_a_full_disk_does_not_keep_a_server_from_starting(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(is_first=True)[0].close()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    session, _ = start(is_first=True, learning_rate=1e-5)
+    assert session.tap is not None
 
 
 def test_turns(start: Start, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 import errno
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online import trainer as trainer_module
 from vllm_spec_ext.online.folder import EngineState, FolderFacts, write_record
+from vllm_spec_ext.online.folder_lock import FolderLock
 from vllm_spec_ext.online.heads_student import HeadsStudent
 from vllm_spec_ext.online.sample_files import SAMPLES, write_shard
 from vllm_spec_ext.online.target_ends import TargetEnds
@@ -352,10 +354,45 @@ def test_the_process_has_one_trainer_and_an_end(
     assert version_numbers(folder) == [0, 1]
     run_trainer(folder, budget=4.0, parent=os.getppid(), max_steps=25)
     assert version_numbers(folder) == [0, 1, 2]
-    with trainer_module._only_one(folder), pytest.raises(SpecExtError, match="another trainer"):
+    other = FolderLock(folder / "trainer.lock")
+    assert other.take()
+    with pytest.raises(SpecExtError, match="another trainer"):
         run_trainer(folder, budget=4.0, max_steps=1)
+    # One that an engine starts while that of the server before it still ends.
+    threading.Timer(0.5, other.release).start()
+    run_trainer(folder, budget=4.0, parent=os.getppid(), max_steps=25)
+    assert version_numbers(folder) == [0, 1, 2, 3]
     with pytest.raises(SpecExtError, match=r"no online\.json"):
         run_trainer(folder / "nothing")
+
+
+def test_what_killed_processes_left_behind_is_deleted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_samples(folder)
+    monkeypatch.setattr(
+        trainer_module, "make_student", lambda facts, device: HeadsStudent(facts, device, ends())
+    )
+    left = folder / "versions" / ".v00000007.123.partial"
+    left.mkdir(parents=True)
+    (left / WEIGHTS_NAME).write_bytes(b"half")
+    (folder / ".trainer.pt.123.partial").write_bytes(b"half")
+    others = folder / ".engine.json.124.partial"  # another process may be writing it
+    others.write_bytes(b"half")
+    run_trainer(folder, budget=4.0, max_steps=1)
+    assert list(folder.rglob(".*.partial")) == [others]
+
+
+def test_versions_that_a_rollback_returns_to_are_kept(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    for number in range(1, 40):
+        write_version(folder, number, {CONFIG_NAME: b""}, "own")
+    write_record(folder, EngineState(serving=9, served=(0, 4, 9)))
+    add_samples(folder)
+    while trainer.published < 40:
+        trainer.advance()
+    assert {0, 4, 9} < set(version_numbers(folder))
+    assert len(version_numbers(folder)) == 16
 
 
 def test_weights_that_diverge_are_not_published(folder: Path) -> None:
