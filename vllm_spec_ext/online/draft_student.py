@@ -19,7 +19,11 @@ from vllm_spec_ext.online.folder import FolderFacts
 from vllm_spec_ext.online.student import Columns, Judged
 from vllm_spec_ext.online.teacher import as_drawn
 from vllm_spec_ext.online.trace import Trace
-from vllm_spec_ext.proposers.growth.checkpoint_files import CONFIG_NAME, WEIGHTS_NAME
+from vllm_spec_ext.proposers.growth.checkpoint_files import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    read_tensors,
+)
 from vllm_spec_ext.training.draft.evaluate import draft_states
 from vllm_spec_ext.training.target import Target
 
@@ -57,6 +61,14 @@ class DraftModelStudent:
             raise SpecExtError(
                 f"{folder} holds no draft model that can be trained: {error}"
             ) from error
+        self.module = model
+        foreign = sorted(self._weights().keys() - read_tensors(folder).keys())
+        if foreign:  # e.g. the experts of a mixture, which transformers joins
+            raise SpecExtError(
+                f"{folder}: once loaded it has weights that the checkpoint names otherwise "
+                f"({foreign[0]}), and no server could take up what is learned; mixtures of experts "
+                "cannot learn this way. Leave online out"
+            )
         model.requires_grad_(True)
         for table in (model.get_input_embeddings(), model.get_output_embeddings()):
             table.requires_grad_(False)
@@ -95,16 +107,20 @@ class DraftModelStudent:
         """In float32: a small step must not be lost in rounding."""
         from safetensors.torch import save
 
-        weights: dict[str, Tensor] = {}
-        known: set[int] = set()
-        for name, value in self.module.state_dict().items():
-            if value.data_ptr() not in known:  # a tied projection is the embedding's
-                known.add(value.data_ptr())
-                weights[name] = value.detach().cpu().contiguous()
+        weights = {name: value.cpu().contiguous() for name, value in self._weights().items()}
         return {
             WEIGHTS_NAME: save(weights, metadata={"format": "pt"}),
             CONFIG_NAME: self._config,
         }
+
+    def _weights(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        known: set[int] = set()
+        for name, value in self.module.state_dict().items():
+            if value.data_ptr() not in known:  # a tied projection is the embedding's
+                known.add(value.data_ptr())
+                found[name] = value.detach()
+        return found
 
     def _window(self, trace: Trace, some: slice) -> dict[str, Tensor]:
         """The last tokens up to some rows.

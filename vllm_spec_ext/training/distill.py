@@ -32,6 +32,7 @@ from vllm_spec_ext.training.shards import (
     write_states,
 )
 from vllm_spec_ext.training.target import context_of, pick_device
+from vllm_spec_ext.training.weights_fingerprint import weights_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -187,6 +188,7 @@ def _manifest(
     return {
         "kind": "raw text" if config.raw_text else "distilled",
         "model": config.shown_target,
+        "weights": None if config.raw_text else weights_fingerprint(config.model),
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
         "prompt_files": [path.name for path in config.prompts],
         "prompts_sha256": digest.hexdigest(),

@@ -21,6 +21,7 @@ from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
 from vllm_spec_ext.training.schema import Training
 from vllm_spec_ext.training.shards import TokenData, open_manifest, states_path
 from vllm_spec_ext.training.target import Target, pick_dtype
+from vllm_spec_ext.training.weights_fingerprint import weights_fingerprint
 
 _SEQUENCES_PER_SHARD = 256
 
@@ -87,12 +88,13 @@ def write_cache(
     dtype = dtype or next(target.model.parameters()).dtype
     facts = {
         "model": target.name,
+        "weights": weights_fingerprint(target.name),
         "dtype": str(dtype),
         "max_length": max_length,
         "data_sha256": data.sha256,
         "layers": None if layers is None else list(layers),
     }
-    open_manifest(folder, facts)
+    open_manifest(folder, facts, "delete it, and the states are computed again")
     lengths = used_lengths(data, max_length)
     num_shards = -(-len(data) // _SEQUENCES_PER_SHARD)
     for shard in range(num_shards):

@@ -4,6 +4,7 @@
 import io
 import json
 import math
+import shutil
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from vllm_spec_ext.training.atomic import write_bytes
 
 STATE_NAME = "state.pt"
 LOG_NAME = "log.jsonl"
+BOARDS_NAME = "tensorboard"
 
 
 class Task(Protocol):
@@ -170,6 +172,7 @@ def restore(task: Task, folder: Path, identity: dict[str, Any], resume: str) -> 
     check_resume(folder, resume)
     if resume == "restart":  # a run that ends before it saves must not go on from this one's
         path.unlink(missing_ok=True)
+        _set_aside(folder)
     if not path.exists():
         return 0
     try:
@@ -229,6 +232,16 @@ def _log(folder: Path, boards: "_Boards", step: int, figures: Mapping[str, float
     boards.add(step, figures)
 
 
+def _set_aside(folder: Path) -> None:
+    """The figures of a run that was given up, which are not this one's."""
+    for name in (LOG_NAME, BOARDS_NAME):
+        former = folder / f"former.{name}"
+        if (folder / name).exists():
+            shutil.rmtree(former, ignore_errors=True)
+            former.unlink(missing_ok=True)
+            (folder / name).rename(former)
+
+
 class _Boards:
     """Tensorboard, where it is installed, until its files cannot be written any more."""
 
@@ -241,7 +254,7 @@ class _Boards:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 return
-            self._writer = SummaryWriter(str(folder / "tensorboard"))
+            self._writer = SummaryWriter(str(folder / BOARDS_NAME))
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         with self._dropped_on_error():

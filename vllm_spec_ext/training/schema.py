@@ -223,6 +223,11 @@ class Training(Options):
         return self.run_dir or self.out.with_name(self.out.name + ".run")
 
     @property
+    def kept_folders(self) -> list[tuple[str, Path]]:
+        """By option: what the result may not take the place of."""
+        return [("--run-dir", self.run_folder), ("--data", self.data_folder)]
+
+    @property
     def trains_target(self) -> bool:
         """Whether the target's own weights change, too."""
         return False

@@ -67,8 +67,17 @@ def write_states(path: Path, states: Sequence[NDArray[np.float32]]) -> None:
     write_bytes(path, save({"hidden": np.concatenate(states)}))
 
 
-def open_manifest(folder: Path, settings: dict[str, Any]) -> None:
+def open_manifest(
+    folder: Path,
+    settings: dict[str, Any],
+    advice: str = "use another --data folder, or delete this one",
+) -> None:
     """Start a data folder, or check that an existing one was made with the same settings.
+
+    Args:
+        folder: Made if missing.
+        settings: Those that an older version did not write down are not compared.
+        advice: What to do about other ones.
 
     Raises:
         SpecExtError: The folder holds data of other settings; they are never mixed.
@@ -78,13 +87,10 @@ def open_manifest(folder: Path, settings: dict[str, Any]) -> None:
         write_json(path, settings)
         return
     found = {name: value for name, value in read_json(path).items() if name in settings}
-    differing = [name for name in settings if found.get(name) != settings[name]]
+    differing = [name for name, value in found.items() if value != settings[name]]
     if differing:
-        parts = "; ".join(f"{n}: {found.get(n)!r} there, {settings[n]!r} asked" for n in differing)
-        raise SpecExtError(
-            f"{folder} holds data made with other settings ({parts}); "
-            "use another --data folder, or delete this one"
-        )
+        parts = "; ".join(f"{n}: {found[n]!r} there, {settings[n]!r} asked" for n in differing)
+        raise SpecExtError(f"{folder} holds data made with other settings ({parts}); {advice}")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ needs vLLM, and only if asked for it. Measuring and writing the result are the m
 
 import contextlib
 import gc
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def prepare(config: Training, make_task: MakeTask[TaskT], report: Report) -> Tas
     if config.stage in ("all", "train"):
         check_resume(config.run_folder, config.resume)
     check_folders(config.out, config.run_folder, config.data_folder)
-    check_apart(config.out, {"--run-dir": config.run_folder, "--data": config.data_folder})
+    check_apart(config.out, config.kept_folders)
     frozen = not config.trains_target
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device) if frozen else torch.float32
@@ -174,9 +174,9 @@ def check_folders(*folders: Path) -> None:
             )
 
 
-def check_apart(out: Path, others: Mapping[str, Path]) -> None:
+def check_apart(out: Path, others: Sequence[tuple[str, Path]]) -> None:
     """Raise SpecExtError for a folder inside that of the result, which is replaced at the end."""
-    for option, folder in others.items():
+    for option, folder in others:
         if folder.resolve().is_relative_to(out.resolve()):
             raise SpecExtError(
                 f"{option}: {folder} lies in --out {out}, which is replaced as a whole when the "

@@ -168,9 +168,13 @@ class Target:
         return logits if bias is None else logits + bias[token_ids].float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Input embeddings [n, hidden_size] of token ids [n]; detached, also when fine-tuning."""
+        """Input embeddings [n, hidden_size] of token ids [n]; detached, also when fine-tuning.
+
+        Rows of the table: that is what engines share with drafters, also where a model scales them.
+        """
         with torch.no_grad():
-            return self._embedding(token_ids)
+            table: Tensor = self._embedding.weight
+            return functional.embedding(token_ids, table)
 
     def _check(self) -> None:
         """Some models scale states or logits in between; heads trained past that would be wrong."""

@@ -201,3 +201,17 @@ def test_it_learns_and_publishes_what_is_better(tmp_path: Path) -> None:
     assert trainer.figures["overlap"] > 0.8
     assert trainer.figures["held_out"] < 0.5 * float(before.loss)
     assert version_numbers(root)[-1] == trainer.published > 0
+
+
+def test_a_mixture_of_experts_is_refused_before_it_learns(tmp_path: Path) -> None:
+    """transformers joins the experts' weights, and a version of these no server could read."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = Qwen3MoeConfig(**shape, **experts, **heads, num_hidden_layers=2)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    student = DraftModelStudent(facts_of(tmp_path), torch.device("cpu"))
+    with pytest.raises(SpecExtError, match=r"experts\.\w+\), .*Leave online out"):
+        student.load(tmp_path / "moe")

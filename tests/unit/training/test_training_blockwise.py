@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from toy_language import VOCAB, save_random_llama, save_word_tokenizer, write_texts
 
 from vllm_spec_ext.cli.train import train_app
@@ -434,6 +434,30 @@ def test_states_of_other_texts_are_refused(target: Path, data: Path, tmp_path: P
         train_blockwise(changed, quiet)
     with pytest.raises(SpecExtError, match=r"state.pt belongs to a run with other.*data_sha256"):
         train_blockwise(changed.model_copy(update={"cache_hidden": False}), quiet)
+
+
+def test_states_of_other_weights_are_refused(target: Path, data: Path, tmp_path: Path) -> None:
+    """Under the same name, as a folder is whose model was trained on."""
+    changing = Path(shutil.copytree(target, tmp_path / "target"))
+    config = settings(changing, data, tmp_path / "h", max_steps=3, cache_hidden=True)
+    train_blockwise(config, quiet)
+    train_blockwise(config, quiet)
+    weights = load_file(changing / "model.safetensors")
+    save_file(
+        {name: value + 0.5 for name, value in weights.items()}, changing / "model.safetensors"
+    )
+    words = r"hidden holds data made with other .*\(weights: .*delete it, and the states are"
+    with pytest.raises(SpecExtError, match=words):
+        train_blockwise(config.model_copy(update={"resume": "restart"}), quiet)
+
+
+def test_a_restart_sets_the_former_figures_aside(target: Path, data: Path, tmp_path: Path) -> None:
+    config = settings(target, data, tmp_path / "h", max_steps=2, log_every=1)
+    train_blockwise(config, quiet)
+    train_blockwise(config.model_copy(update={"resume": "restart"}), quiet)
+    for name in ("log.jsonl", "former.log.jsonl"):
+        lines = (tmp_path / "h.run" / name).read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
 def test_recorded_states_of_another_model_are_refused(

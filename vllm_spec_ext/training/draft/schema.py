@@ -80,6 +80,11 @@ class DraftTraining(Training):
     def _expand_homes(cls, paths: list[Path]) -> list[Path]:
         return [Path(os.path.expanduser(path)) for path in paths]
 
+    @property
+    def kept_folders(self) -> list[tuple[str, Path]]:
+        """The earlier drafts, too: a draft that complements others is used beside them."""
+        return [*super().kept_folders, *(("--boost-on", folder) for folder in self.boost_on)]
+
     @model_validator(mode="after")
     def _check_draft(self) -> Self:
         if self.layers is not None and self.keep_layers is not None:

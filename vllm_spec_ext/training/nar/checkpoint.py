@@ -2,6 +2,8 @@
 """Writing a finished drafter's folder: weights, config, and a README with what was measured."""
 
 import copy
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME
+from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, EXTRAS_NAME, MASK_NAME
 from vllm_spec_ext.training.atomic import disk_full_named, write_bytes
 from vllm_spec_ext.training.nar.evaluate import TOP, NarFigures
 from vllm_spec_ext.training.nar.model import NarDrafter
@@ -31,7 +33,8 @@ def save_drafter(
 ) -> int:
     """Write the folder that ``{"method": "nar", "model": FOLDER}`` serves.
 
-    ``config.json`` comes last: a folder without it is not taken for a drafter.
+    Files take their places once all are written, ``config.json`` last: a folder without it is not
+    taken for a drafter.
 
     Args:
         folder: Made if missing; files of a former run are replaced.
@@ -45,7 +48,7 @@ def save_drafter(
 
     Raises:
         SpecExtError: A weight is not finite in that format; nothing is written.
-        DiskFullError: The folder is unfinished, and holds no config.json.
+        DiskFullError: Nothing has changed.
     """
     for name, value in drafter.state_dict().items():
         if not bool(torch.isfinite(value.to(_DTYPES[dtype])).all()):
@@ -58,11 +61,26 @@ def save_drafter(
     told = nar.model_copy(update={"training": {**nar.training, **figures.as_dict(), **facts}})
     saved = copy.copy(drafter)
     saved.config = replace(drafter.config, nar=told)
-    (folder / CONFIG_NAME).unlink(missing_ok=True)
-    write_bytes(folder / "README.md", model_card(saved, figures).encode())
-    with disk_full_named(folder):
-        saved.save(folder, _DTYPES[dtype])
+    partial = folder / ".partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with disk_full_named(folder):
+            write_bytes(partial / "README.md", model_card(saved, figures).encode())
+            saved.save(partial, _DTYPES[dtype])
+            _move_files(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _move_files(made: Path, folder: Path) -> None:
+    for name in (CONFIG_NAME, EXTRAS_NAME, MASK_NAME):  # a former drafter may have had more
+        (folder / name).unlink(missing_ok=True)
+    files = [path for path in made.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == CONFIG_NAME):
+        place = folder / path.relative_to(made)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
 
 
 def model_card(drafter: NarDrafter, figures: NarFigures) -> str:

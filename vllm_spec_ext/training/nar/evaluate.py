@@ -274,7 +274,9 @@ def _agreement(drafting: Drafting, sequences: NDArray[np.int64]) -> float:
     batch = make_batch(drafting.data, sequences, 1, drafting.config.max_length)
     device = drafting.target.device
     hidden = drafting.target.hidden(batch.token_ids.to(device), batch.mask.to(device))
-    own = drafting.target.project(hidden[batch.rows, batch.columns]).argmax(-1).cpu()
+    states = hidden[batch.rows, batch.columns]
+    parts = states.split(drafting.config.logit_chunk)
+    own = torch.cat([drafting.target.project(part).argmax(-1) for part in parts]).cpu()
     return float((own == batch.next_tokens).float().mean())
 
 

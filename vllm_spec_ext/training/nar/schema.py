@@ -111,6 +111,12 @@ class NarTraining(Training):
     def _expand_home(cls, path: Path | None) -> Path | None:
         return None if path is None else Path(os.path.expanduser(path))
 
+    @property
+    def kept_folders(self) -> list[tuple[str, Path]]:
+        """The drafter that is trained further, too: a run that is resumed begins with it."""
+        start = [] if self.start_from is None else [("--start-from", self.start_from)]
+        return [*super().kept_folders, *start]
+
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
         kept = sorted(SHAPE & self.model_fields_set)

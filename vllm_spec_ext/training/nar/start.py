@@ -75,6 +75,7 @@ def copy_last_layers(drafter: NarDrafter, target: Target, scales: Tensor) -> Non
         )
     with torch.no_grad():
         for mine, layer in zip(drafter.layers, theirs, strict=True):
+            _check_norm(layer.get_submodule(_NORMS[0]), target)
             for name in (*_NORMS, *_MATRICES):
                 _copy(mine.get_submodule(name), layer, name, target)
             assert isinstance(mine.self_attn, Attention)
@@ -94,6 +95,18 @@ def copy_last_layers(drafter: NarDrafter, target: Target, scales: Tensor) -> Non
         hidden = drafter.config.hidden_size
         drafter.fc.weight.mul_(0.01)
         drafter.fc.weight[:, -hidden:] += torch.diag(scales[-hidden:])
+
+
+def _check_norm(norm: nn.Module, target: Target) -> None:
+    """Raise SpecExtError for one that does not multiply by its weight, as Gemma's."""
+    weight = norm.get_parameter("weight")
+    probe = torch.linspace(-1.0, 2.0, len(weight), device=weight.device, dtype=weight.dtype)
+    expected = probe.float() * torch.rsqrt(probe.float().square().mean()) * weight.float()
+    if not torch.allclose(norm(probe[None])[0].float(), expected, rtol=0.05, atol=0.01):
+        raise SpecExtError(
+            f"--warm-start: norms of {target.name} scale in another way than by their weights "
+            f"({type(norm).__name__}), expected RMS norms as in Llama; drop the flag"
+        )
 
 
 def _copy(mine: nn.Module, layer: nn.Module, name: str, target: Target) -> None:

@@ -293,6 +293,8 @@ def test_contradictions_and_foreign_folders(settings: Settings, target: Path) ->
         settings(keep_layers=[0])
     with pytest.raises(ValueError, match="does not use"):
         settings(loss="answers", top=5)
+    with pytest.raises(SpecExtError, match=r"--boost-on: .* lies in --out"):
+        train_draft(settings(out=target.with_name("d"), boost_on=[target.with_name("d")]), quiet)
     with pytest.raises(SpecExtError, match="no draft of an earlier run"):
         train_draft(settings(out=target), quiet)
     assert (target / "model.safetensors").exists()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training block drafters end to end on a tiny random Llama, on the CPU."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toy_language import save_word_tokenizer
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise.heads import WEIGHTS_NAME as HEADS_WEIGHTS
@@ -22,9 +25,10 @@ from vllm_spec_ext.proposers.blockwise.heads import (
     load_heads,
 )
 from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, EXTRAS_NAME, WEIGHTS_NAME
+from vllm_spec_ext.training.atomic import DiskFullError
 from vllm_spec_ext.training.batches import IGNORED
 from vllm_spec_ext.training.hidden import live_states
-from vllm_spec_ext.training.nar import trainer
+from vllm_spec_ext.training.nar import model, trainer
 from vllm_spec_ext.training.nar.blocks import arrange
 from vllm_spec_ext.training.nar.checkpoint import finished
 from vllm_spec_ext.training.nar.model import NarDrafter
@@ -244,6 +248,59 @@ def test_a_warm_start_knows_the_targets_layers(settings: Settings) -> None:
         task_of(settings(warm_start=True, layers=4))
     with pytest.raises(SpecExtError, match=r"no fitting mlp\.gate_proj"):
         task_of(settings(warm_start=True, ffn=40))
+
+
+def save_gemma(folder: Path) -> str:
+    """Whose norms multiply by one more than their weights, and whose embeddings are scaled."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    shape = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    config = Gemma3TextConfig(
+        **shape, **heads, **ids, num_hidden_layers=3, layer_types=["full_attention"] * 3
+    )
+    torch.manual_seed(0)
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    save_word_tokenizer(folder)
+    return str(folder)
+
+
+def test_a_warm_start_knows_the_targets_norms(settings: Settings, tmp_path: Path) -> None:
+    gemma = save_gemma(tmp_path / "gemma")
+    with pytest.raises(SpecExtError, match=r"norms of .* scale in another way .*drop the flag"):
+        task_of(settings(model=gemma, warm_start=True))
+
+
+def test_blocks_read_embeddings_as_engines_share_them(settings: Settings, tmp_path: Path) -> None:
+    target = task_of(settings(model=save_gemma(tmp_path / "gemma"))).target
+    ids = torch.arange(5)
+    assert torch.equal(target.embed(ids), target.model.get_input_embeddings().weight[ids])
+
+
+def test_a_full_disk_leaves_the_former_drafter(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(max_steps=1)
+    train_nar(config, quiet)
+    before = {path: path.read_bytes() for path in config.out.rglob("*") if path.is_file()}
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(model, "save_file", full)
+    with pytest.raises(DiskFullError, match="everything written before is intact"):
+        train_nar(settings(max_steps=2, resume="restart"), quiet)
+    assert {path: path.read_bytes() for path in config.out.rglob("*") if path.is_file()} == before
+
+
+def test_the_result_takes_the_place_of_no_folder_that_is_read(
+    settings: Settings, tmp_path: Path
+) -> None:
+    start = settings(max_steps=1)
+    train_nar(start, quiet)
+    with pytest.raises(SpecExtError, match=r"--start-from: .* lies in --out"):
+        train_nar(further(settings, start_from=start.out), quiet)
 
 
 def test_dry_run_predicts_and_writes_nothing(settings: Settings, tmp_path: Path) -> None:
