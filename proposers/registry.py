@@ -62,7 +62,7 @@ def load(name: str) -> type[BaseProposer]:
         module, _, attribute = BUILTIN[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     if name not in names():
-        raise UnknownNameError("speculative method", name, names())
+        raise UnknownNameError("speculative method", name, names(), reason=_of_vllm(name))
     (entry,) = entries
     try:
         cls = entry.load()
@@ -77,6 +77,14 @@ def load(name: str) -> type[BaseProposer]:
             f"not a class decorated with @proposer({name!r}, ...)"
         )
     return cls
+
+
+def _of_vllm(name: str) -> str | None:
+    from vllm_spec_ext.bench.methods import CHECKPOINT_METHODS, OTHER_METHODS, VLLM_METHODS
+
+    if name not in (*VLLM_METHODS, *CHECKPOINT_METHODS, *OTHER_METHODS):
+        return None
+    return "It is vLLM's own: give it to `vllm serve` or LLM, or compare with it by `bench`."
 
 
 def info(name: str) -> ProposerInfo:

@@ -139,8 +139,9 @@ def _num_draft_tokens(vllm_options: Mapping[str, Any], found: ProposerInfo) -> i
             f"from 1 to {MAX_DRAFT_TOKENS}"
         )
     if not 1 <= value <= MAX_DRAFT_TOKENS:
+        advice = "lower it" if value > 0 else "raise it, or decode plainly without the method"
         raise SpecExtError(
             f"num_speculative_tokens: found {value}, expected 1 to {MAX_DRAFT_TOKENS} "
-            "(vLLM's rejection sampler verifies no more tokens a step); lower it"
+            f"(vLLM's rejection sampler verifies no more tokens a step); {advice}"
         )
     return value

@@ -131,6 +131,8 @@ def test_vllm_spec(
     for name in ("result.json", "before.json", "after.json"):
         (tmp_path / name).write_text(json.dumps(made_up_result()))
     (tmp_path / "plan.json").write_text(json.dumps(MADE_UP_PLAN))
+    if words[1] == "doctor":
+        (tmp_path / "heads").symlink_to(demo_heads())
     if words[1] == "serve" and "--dry-run" not in words:
         words.insert(3, "--dry-run")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_spec_ext.bench.methods import CHECKPOINT_METHODS, Method
-from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.errors import SpecExtError, shown
 from vllm_spec_ext.options import parse_options
 from vllm_spec_ext.proposers import registry
 
@@ -122,6 +122,12 @@ def _model(spec: Any) -> Part:
 
 
 def _part(kind: Kind, method: str, model: str, num_tokens: int, **more: Any) -> Part:
+    is_name = not model.startswith((".", "/", "~")) and (kind == "draft_model" or "/" in model)
+    if not is_name and not Path(model).expanduser().is_dir():
+        raise SpecExtError(
+            f"no such folder: {shown(model)}; expected the folder of a checkpoint for {method}, or "
+            "a name on the Hugging Face Hub like 'user/name'"
+        )
     config = {"method": method, "model": model, "num_speculative_tokens": num_tokens, **more}
     return Part(kind, model, Method(method, {**config, "adaptive_length": False}))
 

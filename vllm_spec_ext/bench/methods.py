@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_spec_ext import parsed_method
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
 from vllm_spec_ext.proposers import registry
 
@@ -89,7 +90,11 @@ def parse_method(text: str) -> Method:
 
 
 def from_settings(name: str, given: Mapping[str, Any] | None) -> Method:
-    """A method from its name and (possibly partial) settings; raises as :func:`parse_method`."""
+    """A method from its name and (possibly partial) settings.
+
+    Raises:
+        SpecExtError: As :func:`parse_method`, and for wrong options of a method of ours.
+    """
     if given is not None and not isinstance(given, Mapping):
         raise SpecExtError(
             f"settings of method {name!r} must be an object; "
@@ -114,6 +119,8 @@ def from_settings(name: str, given: Mapping[str, Any] | None) -> Method:
             f"method {name!r} drafts with a checkpoint, but its settings {settings} name none; "
             f'expected a "model" among them: {name}={{"model": "NAME_OR_FOLDER", ...}}'
         )
+    if settings["method"] in registry.names():  # what is wrong is told before any engine starts
+        parsed_method.parse_method(settings, settings["method"])
     return Method(name, settings)
 
 

@@ -47,7 +47,11 @@ class StepTimes:
             return cls(
                 {int(b): {int(n): float(s) for n, s in row.items()} for b, row in rows.items()}
             )
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise SpecExtError(
+                f"cannot read {path}: {error.strerror or error}; expected what `plan --json` wrote"
+            ) from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise SpecExtError(
                 f"{path} holds no step times ({error!r}); expected what `plan --json` wrote"
             ) from error

@@ -75,7 +75,8 @@ def build(
     files = [*inputs, *(more_inputs or [])]
     for path in files:
         if not path.is_file():
-            raise SpecExtError(f"no such input file: {path}")
+            found = "found a folder, expected its files" if path.is_dir() else "no such input file"
+            raise SpecExtError(f"{found}: {path}{'/*' if path.is_dir() else ''}")
     settings = BuildSettings(top_k, min_count_bigram, min_count_trigram, parse_bytes(memory))
     loaded = load_tokenizer(tokenizer)
     console = Console(stderr=True)

@@ -113,11 +113,11 @@ def doctor(
 
         check_drafters(method, **drafter, trials=trials, as_json=as_json)
         return
-    unused = [name for name, value in drafter.items() if value is not None]
+    unused = [f"--{n.replace('_', '-')}" for n, value in drafter.items() if value is not None]
     if unused:
         raise SpecExtError(
-            f"{', '.join(unused)}: belong to the check of a drafter; add --method NAME=JSON, or "
-            "leave them out"
+            f"found {', '.join(unused)}, expected --method NAME=JSON beside: that is for the check "
+            "of a drafter; add it, or leave these out"
         )
     if source is not None:
         look_at(source, as_json=as_json, all_hooks=all_hooks)

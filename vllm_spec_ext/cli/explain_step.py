@@ -2,6 +2,7 @@
 """``vllm-spec explain-step``: one step of one request, with what was drafted and what stood."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed
 from vllm_spec_ext.bench.methods import from_settings
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.vllm_engine import Sampling
-from vllm_spec_ext.cli.bench import EXIT_FAILED, demo_model
+from vllm_spec_ext.cli.bench import EXIT_FAILED, demo_model, report_console
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.simulate import BUDGET, make_points, parse_grid, read_recordings, start
@@ -164,10 +165,25 @@ def from_engine(trace: dict[str, Any]) -> list[DraftStep]:
 
 
 def rich_tree(step: DraftStep, texts: Sequence[str], root: str, bonus: str | None) -> Tree:
-    """The draft as a tree for the terminal: accepted nodes green, the target's token yellow."""
+    """The draft as a tree for the terminal: accepted nodes green, the target's token yellow.
+
+    Nodes stand below each other until there is a branch; a line deeper for each would soon be as
+    wide as no terminal is.
+    """
     check_tree(len(texts), step.parents, step.accepted)
+    last = step.accepted[-1] if step.accepted else -1
+    num_children = Counter([*step.parents, *([] if bonus is None else [last])])
     top = Tree(Text(visible(root), style="bold"))
     branches = [top]
+
+    def grow(above: int, label: Text) -> Tree:
+        branch = branches[above + 1]
+        if above < 0 or num_children[above] > 1:
+            return branch.add(label)
+        assert isinstance(branch.label, Text)
+        branch.label.append("\n").append_text(label)
+        return branch
+
     for node, text in enumerate(texts):
         stands = node in step.accepted
         label = Text(visible(text), style="bold green" if stands else "")
@@ -177,11 +193,9 @@ def rich_tree(step: DraftStep, texts: Sequence[str], root: str, bonus: str | Non
             label.append(f"  {' + '.join(step.sources[node])}", style="cyan")
         if stands:
             label.append("  accepted", style="green")
-        branches.append(branches[step.parents[node] + 1].add(label))
-    if bonus is None:
-        return top
-    last = branches[step.accepted[-1] + 1] if step.accepted else top
-    last.add(Text.assemble((visible(bonus), "bold yellow"), ("  the target's own", "yellow")))
+        branches.append(grow(step.parents[node], label))
+    if bonus is not None:
+        grow(last, Text.assemble((visible(bonus), "bold yellow"), ("  the target's own", "yellow")))
     return top
 
 
@@ -216,7 +230,9 @@ def explain_step(
         str | None, typer.Option("--prompts", help="Prompt file, or `bundled`.")
     ] = None,
     index: Annotated[int, typer.Option(min=0, help="Which prompt or recording, from 0.")] = 0,
-    step: Annotated[int | None, typer.Option(help="Which step after the prefill, from 1.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Which step after the prefill, from 1.")
+    ] = None,
     best: Annotated[
         bool, typer.Option("--best", help="The step with most tokens off the first path (default).")
     ] = False,
@@ -343,12 +359,18 @@ def show(
         }
         print(json.dumps(fields, indent=2))
     else:
-        out = Console(highlight=False)
-        out.print(f"{method}, {summary} ({step.off_first_path} off the first path)", markup=False)
-        out.print(f"after: …{tokenizer.decode(step.context)!r}", markup=False)
-        out.print(rich_tree(step, texts, root, bonus))
+        out = report_console()
+        out.print(
+            f"{method}, {summary} ({step.off_first_path} off the first path)\n"
+            f"after: …{tokenizer.decode(step.context)!r}",
+            markup=False,
+            highlight=False,
+        )
+        # A line that is too long goes on in the next one, by the terminal itself.
+        tree = rich_tree(step, texts, root, bonus)
+        out.print(tree, crop=False, no_wrap=True, overflow="ignore", highlight=False)
         mean = sum(len(some.new_tokens) for some in steps) / len(steps)
-        out.print(f"whole answer: {mean:.2f} tokens a step")
+        out.print(f"whole answer: {mean:.2f} tokens a step", highlight=False)
         by_source = calibration(steps)
         if by_source:
             here = calibration([step])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_spec_ext.errors import SpecExtError, shown
 from vllm_spec_ext.parsed_method import ParsedMethod
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import BaseProposer, TargetFacts
@@ -32,6 +33,15 @@ def check_files(model: str, parsed: ParsedMethod, vllm_arguments: Sequence[str] 
     """
     method = parsed.info.name
     proposer: type[BaseProposer] = registry.load(method)
+    _refuse_missing("the target", model)
+    drafts = [spec.model for spec in proposer.models(parsed.options)]
+    for draft in drafts:
+        _refuse_missing(f"a draft model of {method}", draft)
+    if drafts:
+        return (
+            f"not checked: whether {' and '.join(drafts)} can draft for {model}; the engine does "
+            "that before it loads weights"
+        )
     if proposer.check.__func__ is BaseProposer.check.__func__:  # type: ignore[attr-defined]
         return None
     tokenizer = _value(vllm_arguments, "tokenizer") or model
@@ -49,7 +59,16 @@ def check_files(model: str, parsed: ParsedMethod, vllm_arguments: Sequence[str] 
         proposer.check(parsed.options, facts)
     except _NotHereError as missing:
         return f"not checked: the files of {method} against {model}, as {missing}"
-    return f"checked: the files of {method} against the configuration and tokenizer of {model}"
+    return f"checked: options and files of {method} against configuration and tokenizer of {model}"
+
+
+def _refuse_missing(what: str, model: str) -> None:
+    """Of what can only be a path."""
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+        raise SpecExtError(
+            f"{what}: no such folder: {shown(model)}; expected a model's folder, or a name on the "
+            "Hugging Face Hub"
+        )
 
 
 def _read_config(model: str) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         status = app(arguments, prog_name="vllm-spec", standalone_mode=False)
         return status if isinstance(status, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        print(file=sys.stderr)
+        print("\nvllm-spec: interrupted", file=sys.stderr)
         return 130
     except typer.Exit as stop:
         return stop.exit_code

@@ -214,4 +214,4 @@ def _from(context: int | None) -> str:
 
 
 def _tokens(count: int) -> str:
-    return f"{count // 1024}k" if count % 1024 == 0 else str(count)
+    return f"{count / 1024:.0f}k" if count >= 1024 else str(count)

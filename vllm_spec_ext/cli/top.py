@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Annotated
 from urllib.error import URLError
+from urllib.parse import urlsplit, urlunsplit
 from urllib.request import urlopen
 
 import typer
@@ -172,16 +173,28 @@ def table(now: Snapshot, before: Snapshot | None) -> WholeTable:
     rows = list(engine_rows(now, before))
     if now.sources:
         headings.append("accepted, named by (of expected)")
-        rows = [[*row, accepted_from(now, before, row[0])] for row in rows]
+        named = {row[0]: accepted_from(now, before, row[0]).replace(", ", "\n") for row in rows}
+        rows = [[*row, named[row[0]]] for row in rows]
     return WholeTable(headings, rows, ", ".join(parts))
+
+
+def metrics_page(url: str) -> str:
+    """Of a server whose address may be all that is given."""
+    whole = url if "://" in url else f"http://{url}"
+    parts = urlsplit(whole)
+    return whole if parts.path not in ("", "/") else urlunsplit(parts._replace(path="/metrics"))
 
 
 def fetch(url: str) -> Snapshot:
     """The server's metrics now.
 
+    Args:
+        url: Of the server, or of its metrics page.
+
     Raises:
         SpecExtError: No answer, one that is no metrics page, or none of this plugin's in it.
     """
+    url = metrics_page(url)
     try:
         with urlopen(url, timeout=_TIMEOUT_S) as answer:
             text = answer.read().decode("utf-8")
@@ -207,7 +220,7 @@ def fetch(url: str) -> Snapshot:
 def top(
     *,
     url: Annotated[
-        str, typer.Option(help="The server's metrics page.")
+        str, typer.Option(help="The server, or its metrics page.")
     ] = "http://localhost:8000/metrics",
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
     once: Annotated[

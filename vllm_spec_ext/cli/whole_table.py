@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that are never cut: drawn where they fit, else in Markdown with a line for each row."""
+"""Tables that are never cut: drawn where they fit, with columns for rows where only that fits.
+
+Else, and in a pipe, they are Markdown with a line for each row.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,8 +32,9 @@ class WholeTable:
 
     def on(self, console: Console) -> Table | Text:
         """What to print: a drawn table on a terminal that is wide enough, else Markdown."""
-        drawn = self._drawn()
-        if console.is_terminal:
+        ways = [self] if self.wrap or len(self.headings) < 3 else [self, self._turned()]
+        for way in ways if console.is_terminal else ():
+            drawn = way._drawn()
             needed = Measurement.get(console, console.options.update(max_width=10_000), drawn)
             if (needed.minimum if self.wrap else needed.maximum) <= console.width:
                 return drawn
@@ -48,6 +52,11 @@ class WholeTable:
         if self.title and isinstance(shown, Text):
             console.print()  # right below another table, a title would be its last row
         console.print(shown, soft_wrap=isinstance(shown, Text))
+
+    def _turned(self) -> "WholeTable":
+        """A line for each column."""
+        first, *others = zip(self.headings, *self.rows, strict=True)
+        return WholeTable([str(cell) for cell in first], others, self.title)
 
     def _drawn(self) -> Table:
         box = SIMPLE_HEAD if self.wrap else HEAVY_HEAD

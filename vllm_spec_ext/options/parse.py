@@ -82,5 +82,7 @@ def parse_options(schema: type[OptionsT], given: Mapping[str, Any], owner: str) 
             if problem["loc"]:  # else it is about several options together
                 where = ".".join(str(part) for part in problem["loc"])
                 text = f"{where}: {text}; found {shown(problem['input'])}"
+                if problem["type"] == "missing":
+                    text = f"{where} is missing; add it"
             lines.append(text)
         raise SpecExtError(f"bad option of {owner}: " + "; ".join(lines)) from error

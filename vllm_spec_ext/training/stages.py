@@ -35,7 +35,7 @@ from vllm_spec_ext.training.hidden import (
 from vllm_spec_ext.training.loop import LoopSettings, check_resume, restore, run_loop
 from vllm_spec_ext.training.provenance import record_command
 from vllm_spec_ext.training.schema import Training
-from vllm_spec_ext.training.shards import TokenData, read_data
+from vllm_spec_ext.training.shards import MANIFEST_NAME, TokenData, read_data
 from vllm_spec_ext.training.target import (
     Target,
     load_target,
@@ -69,6 +69,7 @@ def prepare(config: Training, make_task: MakeTask[TaskT], report: Report) -> Tas
     frozen = not config.trains_target
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device) if frozen else torch.float32
+    check_sources(config)
     if config.dry_run:
         target = load_target(config.model, device, dtype, frozen=frozen)
         dry_run(config, target, make_task, report)
@@ -182,6 +183,19 @@ def check_apart(out: Path, others: Sequence[tuple[str, Path]]) -> None:
                 f"{option}: {folder} lies in --out {out}, which is replaced as a whole when the "
                 "training ends; choose a folder outside of it"
             )
+
+
+def check_sources(config: Training) -> None:
+    """Raise SpecExtError where there is nothing to learn from; before a target loads."""
+    for path in config.prompts:
+        if not path.is_file():
+            raise SpecExtError(f"no such prompt file: {path} (looked in {Path.cwd()})")
+    has_data = bool(config.prompts) or (config.data_folder / MANIFEST_NAME).is_file()
+    if not has_data and config.stage != "data":
+        raise SpecExtError(
+            f"found no prompts, and no data of an earlier run in {config.data_folder}; give "
+            "--prompts FILES, or --data FOLDER"
+        )
 
 
 def check_data(data: TokenData, target: Target, max_length: int) -> None:

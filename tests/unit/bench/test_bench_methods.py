@@ -40,6 +40,8 @@ def test_partial_settings_change_the_shorthand_and_full_ones_only_use_the_label(
         ('plain={"k": 1}', "plain decoding has no settings; found k"),
         ("ngran", "Did you mean 'ngram'"),
         ('mine={"num_speculative_tokens": 3}', "unknown method: 'mine'"),
+        ('input_copy={"max_ngrm": 3}', "Did you mean 'max_ngram'"),
+        ('small={"method": "small_model"}', "model is missing; add it"),
     ],
 )
 def test_bad_specifications_say_what_is_wrong(text: str, expected: str) -> None:

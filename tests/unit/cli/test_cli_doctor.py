@@ -302,7 +302,7 @@ def test_options_of_a_drafter_need_a_method(capsys: pytest.CaptureFixture[str]) 
         main(["doctor", "--model", "m", "--limit", "3"])
     assert ended.value.code == 2
     shown = capsys.readouterr().err
-    assert "model, limit" in shown
+    assert "found --model, --limit, expected --method NAME=JSON" in shown
     assert "--method" in shown
 
 

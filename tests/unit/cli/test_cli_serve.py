@@ -215,6 +215,22 @@ def test_dry_run_looks_at_heads(
     assert "the tokenizer no/such-model cannot be loaded from this machine" in said
 
 
+def test_dry_run_looks_for_draft_models(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether they fit the engine alone can tell."""
+    for model, method, draft in (
+        (str(target), "small_model", str(tmp_path / "gone")),
+        (str(target), "nar", "./gone"),
+        (str(tmp_path / "gone"), "auto", None),
+    ):
+        given = [] if draft is None else [f"model={draft}"]
+        with pytest.raises(SpecExtError, match=r"no such folder: .*gone"):
+            serve(model, method, given, dry_run=True)
+    serve(str(target), "small_model", [f"model={target}"], dry_run=True)
+    assert f"not checked: whether {target} can draft" in capsys.readouterr().err
+
+
 def test_dry_run_looks_at_a_corpus(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,7 +242,7 @@ def test_dry_run_looks_at_a_corpus(
     with pytest.raises(SystemExit):
         main([*build, "--out", str(corpus), "--quiet"])
     serve(str(target), "adaptive_ngram", [f"corpus={corpus}"], dry_run=True)
-    assert "checked: the files of adaptive_ngram" in capsys.readouterr().err
+    assert "checked: options and files of adaptive_ngram" in capsys.readouterr().err
     with pytest.raises(SpecExtError, match="gone"):
         serve(str(target), "adaptive_ngram", [f"corpus={tmp_path / 'gone'}"], dry_run=True)
 

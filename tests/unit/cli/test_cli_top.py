@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from vllm_spec_ext.cli.main import main
-from vllm_spec_ext.cli.top import engine_rows, quantile, read_metrics, table
+from vllm_spec_ext.cli.top import engine_rows, metrics_page, quantile, read_metrics, table
 
 LABELS = '{method="input_copy",rule="exact"}'
 
@@ -133,6 +133,18 @@ def test_once(server: tuple[str, list[str]], capsys: pytest.CaptureFixture[str])
         main(["top", "--url", url, "--once"])
     assert stop.value.code == 2
     assert "shows no spec_ext:* metrics" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("localhost:8000", "http://localhost:8000/metrics"),
+        ("http://localhost:8000/", "http://localhost:8000/metrics"),
+        ("https://host/some/metrics", "https://host/some/metrics"),
+    ],
+)
+def test_the_address_of_the_server_is_enough(given: str, meant: str) -> None:
+    assert metrics_page(given) == meant
 
 
 @pytest.mark.parametrize("text", ["<html><body>hello {</body></html>", 'a{le="x} 1', "\xff{"])

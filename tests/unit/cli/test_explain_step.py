@@ -84,6 +84,24 @@ def test_the_terminal_tree_names_every_node() -> None:
     assert len(lines) == 6
 
 
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_a_long_draft_is_shown_whole(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its nodes stand below each other, a branch to their right."""
+    monkeypatch.setenv("COLUMNS", columns)
+    tokens = list(range(32))
+    parents = [*range(-1, 30), 14]  # the last one is a second child in the middle
+    draft = Draft(np.array(tokens, np.int32), np.array(parents, np.int32))
+    step = verified_by(draft, [*tokens[:31], 99], [40])
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(f"word-{i}." for i in ids))
+    show([step], 0, "auto", tokenizer, svg=None, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    for token in [*tokens, 99]:
+        assert len([line for line in lines if f"word-{token}." in line]) == 1, token
+    assert max(line.index("word") for line in lines if "word-" in line and "after" not in line) < 12
+
+
 def test_a_recording_that_ends_with_a_draft_has_no_token_behind_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -100,6 +100,33 @@ def test_wrong_options_name_the_field(
     assert str(error.value).startswith(parameter)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("source_text", "spec_ext.source_text"),
+        ("max_draft_tokens", "spec_ext.max_draft_tokens"),
+        ("specext", "spec_ext, or spec_ext.NAME"),
+        ("spec-ext.enabled", "spec_ext, or spec_ext.NAME"),
+        ("Spec_Ext", "spec_ext, or spec_ext.NAME"),
+        ("spec_ext_enabled", "spec_ext, or spec_ext.NAME"),
+        ("eta_cutof", "eta_cutoff"),
+    ],
+)
+@pytest.mark.parametrize("check", [check_form, partial(resolve, facts=facts())])
+def test_keys_that_are_nearly_ours_are_not_passed_over(
+    name: str, meant: str, check: Callable[[Any, dict[str, Any]], object]
+) -> None:
+    assert has_options({name: 1})
+    with pytest.raises(RequestOptionError, match=f"found '{name}', .*expected {meant}$") as error:
+        check(SETTINGS, {name: 1})
+    assert error.value.parameter == name
+
+
+def test_eta_sampling_has_no_prefix() -> None:
+    with pytest.raises(RequestOptionError, match="found a prefix, expected eta_cutoff alone"):
+        resolve(SETTINGS, {"spec_ext.eta_cutoff": 0.1}, facts())
+
+
 def test_resolving_keeps_what_is_not_ours() -> None:
     given = {"spec_ext.source_span": [1, 3], "mine": {"a": 1}}
     assert resolve(SETTINGS, given, facts()) == {

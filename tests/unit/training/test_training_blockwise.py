@@ -451,6 +451,16 @@ def test_states_of_other_weights_are_refused(target: Path, data: Path, tmp_path:
         train_blockwise(config.model_copy(update={"resume": "restart"}), quiet)
 
 
+def test_nothing_to_learn_from_is_told_before_a_target_loads(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "no-model")
+    asked = {"model": nowhere, "out": tmp_path / "h", "dry_run": True}
+    with pytest.raises(SpecExtError, match=r"found no prompts, and no data .*give --prompts FILES"):
+        train_blockwise(BlockwiseTraining.model_validate(asked), quiet)
+    asked["prompts"] = [tmp_path / "gone.jsonl"]
+    with pytest.raises(SpecExtError, match=r"no such prompt file: .*gone\.jsonl"):
+        train_blockwise(BlockwiseTraining.model_validate(asked), quiet)
+
+
 def test_a_restart_sets_the_former_figures_aside(target: Path, data: Path, tmp_path: Path) -> None:
     config = settings(target, data, tmp_path / "h", max_steps=2, log_every=1)
     train_blockwise(config, quiet)

@@ -11,6 +11,7 @@ scheduler, and that its input is streamed. Both travel among the extra arguments
 client put there is dropped.
 """
 
+import difflib
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sized
@@ -42,6 +43,9 @@ ETA_KEYS = {"eta_cutoff": "epsilon", "eta_alpha": "alpha"}
 
 _PREFIX = KEY + "."
 
+# Options whose bare names nobody else would use.
+_DISTINCT = {"source_span", "source_text", "source_markers", "source_token_ids", "max_draft_tokens"}
+
 # JSON text of a request may be this long for each token of max_model_len, and in all: twice the
 # longest source text that input_copy takes, as JSON escapes some characters.
 _JSON_CHARACTERS_PER_TOKEN = 64
@@ -71,8 +75,33 @@ def collect(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
         if name == KEY:
             found.update(_as_object(value))
         elif _is_prefixed(name):
-            found[name.removeprefix(_PREFIX)] = value
+            bare = name.removeprefix(_PREFIX)
+            if bare in ETA_KEYS:
+                raise RequestOptionError(name, f"found a prefix, expected {bare} alone")
+            found[bare] = value
     return found
+
+
+def _meant(name: object) -> str | None:
+    """How a key that is probably one of ours, and would be passed over, is written."""
+    if not isinstance(name, str) or name in (KEY, GROUP_KEY, SESSION_KEY) or _is_prefixed(name):
+        return None
+    if name in _DISTINCT:
+        return _PREFIX + name
+    if name.startswith("eta_") and name not in ETA_KEYS:
+        return next(iter(difflib.get_close_matches(name[:20], ETA_KEYS, n=1, cutoff=0.7)), None)
+    head = name.partition(".")[0].lower().replace("-", "_")
+    is_near = head.replace("_", "") == "specext" or head.startswith(f"{KEY}_")
+    return f"{KEY}, or {_PREFIX}NAME" if is_near else None
+
+
+def _refuse_misspelt(extra_args: Mapping[str, Any] | None) -> None:
+    for name in extra_args or ():
+        meant = _meant(name)
+        if meant is not None:
+            raise RequestOptionError(
+                name, f"found {shown(name)}, which would be passed over; expected {meant}"
+            )
 
 
 def _as_object(value: Any) -> Mapping[str, Any]:
@@ -83,7 +112,9 @@ def _as_object(value: Any) -> Mapping[str, Any]:
             raise RequestOptionError(KEY, str(error)) from error
     if not isinstance(value, Mapping):
         raise RequestOptionError(
-            KEY, f"found {type(value).__name__}, expected an object of options"
+            KEY,
+            f"found {type(value).__name__}, expected an object of options; over HTTP, which takes "
+            f"none, JSON text of it or keys like {_PREFIX}enabled",
         )
     for name in value:
         if not isinstance(name, str):
@@ -144,8 +175,11 @@ def parse_eta(extra_args: Mapping[str, Any] | None) -> EtaOptions | None:
 
 
 def has_options(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether a request carries options of ours; most do not."""
-    return any(name == KEY or name in ETA_KEYS or _is_prefixed(name) for name in extra_args or ())
+    """Whether a request carries options of ours, or what is meant to be some; most do not."""
+    return any(
+        name == KEY or name in ETA_KEYS or _is_prefixed(name) or _meant(name)
+        for name in extra_args or ()
+    )
 
 
 def check_options(
@@ -184,6 +218,7 @@ def resolve(
         RequestOptionError: Naming the field; for a failure that nobody thought of, too.
     """
     with _told(extra_args):
+        _refuse_misspelt(extra_args)
         _check_lengths(extra_args, facts)
         eta = parse_eta(extra_args)
         options = check_options(settings, extra_args, facts)
@@ -208,6 +243,7 @@ def check_form(settings: "MethodSettings", extra_args: Mapping[str, Any] | None)
         RequestOptionError: As there.
     """
     with _told(extra_args):
+        _refuse_misspelt(extra_args)
         if _size(extra_args or {}) > _SOON_READ:
             return
         values = collect(extra_args)
