@@ -71,7 +71,7 @@ def test_sources_are_named_with_their_share_of_the_accepted_tokens() -> None:
     now = read_metrics(with_sources(page(140, 270, 600, 130, 6, 4), 40, 112, 80), 2.0)
     shown = table(now, before)
     assert shown.headings[-1] == "accepted, named by (of expected)"
-    assert shown.rows[0][-1] == "recycled 90% (1.20), own 25%"
+    assert shown.rows[0][-1] == "recycled 90% (1.20)\nown 25%"
     assert shown.headings[-1] not in table(read_metrics(page(1, 1, 1, 1, 1, 1), 0.0), None).headings
 
 
