@@ -8,6 +8,7 @@ torch nor vLLM. Exit status: 0 success, 1 a check failed, 2 bad input, 130 Ctrl-
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +46,21 @@ class _LazyCommand:
             found = application
         command = typer.main.get_command(found)
         command.name = name
+        if shutil.get_terminal_size().columns < _LEAST_FOR_PANELS:
+            without_panels(command)
         return command
+
+
+_LEAST_FOR_PANELS = 110
+
+
+def without_panels(command: Any) -> None:
+    """Print help as plain lines: in narrow panels the names of options are cut."""
+    command.rich_markup_mode = None
+    for option in command.params:
+        option.help = (getattr(option, "help", None) or "").replace("\\[", "[")  # of rich's markup
+    for each in getattr(command, "commands", {}).values():
+        without_panels(each)
 
 
 _CLI = "vllm_spec_ext.cli"

@@ -170,8 +170,25 @@ def test_installed_style_call() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_help_shows_every_default() -> None:
+@pytest.mark.parametrize("columns", [40, 80, 120])
+@pytest.mark.parametrize("command", ["train nar", "train draft", "bench", "plan paper"])
+def test_no_name_of_an_option_is_cut(
+    command: str,
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), "--help"])
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "\\[" not in shown
+
+
+def test_help_shows_every_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Brackets are markup in a help text, and vanish where they are not escaped."""
+    monkeypatch.setenv("COLUMNS", "120")  # in panels
     seen = set()
 
     def look(names: str, shown: Any) -> None:
