@@ -8,7 +8,7 @@ token of a step is the target's own (the bonus token), those before it were draf
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -156,7 +156,7 @@ def answer(engine: EngineClient, index: int, out: Console, *, plain: bool) -> En
     measured = engine.run(
         [index],
         1,
-        on_step=lambda pieces: out.print(coloured(pieces, plain=plain), end=""),
+        on_step=lambda pieces: out.print(marked(pieces, plain=plain, by=shows(out)), end=""),
         fresh=not index,  # what one answer teaches serves the next, as in a server
     )
     engine.pause()
@@ -171,16 +171,29 @@ def answer(engine: EngineClient, index: int, out: Console, *, plain: bool) -> En
     return measured
 
 
-def coloured(pieces: list[str], *, plain: bool) -> Text:
+Marks = Literal["colours", "brackets"]
+
+
+def shows(out: Console) -> Marks:
+    """What tells drafts from the target's own tokens there."""
+    return "brackets" if out.color_system is None or out.no_color else "colours"
+
+
+def marked(pieces: list[str], *, plain: bool, by: Marks) -> Text:
     """One step's text: accepted drafts, then the bonus token."""
+    accepted = "".join(pieces[:-1])
     if plain:
         return Text("".join(pieces), style=PLAIN_STYLE)
-    return Text.assemble(("".join(pieces[:-1]), ACCEPTED), (pieces[-1], BONUS))
+    if by == "brackets" and accepted:
+        accepted = f"[{accepted}]"
+    return Text.assemble((accepted, ACCEPTED), (pieces[-1], BONUS))
 
 
 def print_legend(out: Console) -> None:
-    """What the colours mean; nothing where there are none."""
-    if out.color_system is not None and not out.no_color:
+    """What the marks mean."""
+    if shows(out) == "brackets":
+        out.print(Text("\nlegend: [accepted draft tokens]"))
+    else:
         out.print(
             Text.assemble(
                 "\nlegend: ",

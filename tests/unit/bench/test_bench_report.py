@@ -164,18 +164,19 @@ def test_orders_rotate() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_demo_colours_a_step_only_on_a_terminal(terminal: bool) -> None:
+def test_the_demo_marks_a_step_by_colours_only_on_a_terminal(terminal: bool) -> None:
     file = io.StringIO()
     console = Console(
         file=file, force_terminal=terminal, color_system="standard" if terminal else None
     )
     demo.print_legend(console)
-    console.print(demo.coloured(["The", " cat", " sat"], plain=False), end="")
+    for pieces in (["The", " cat", " sat"], ["."]):
+        console.print(demo.marked(pieces, plain=False, by=demo.shows(console)), end="")
     if terminal:
         assert "\x1b[32mThe cat\x1b[0m\x1b[33m sat\x1b[0m" in file.getvalue()
         assert "legend" in file.getvalue()
     else:
-        assert file.getvalue() == "The cat sat"
+        assert file.getvalue() == "\nlegend: [accepted draft tokens]\n[The cat] sat."
 
 
 def test_the_demo_takes_turns_through_the_categories() -> None:
