@@ -37,11 +37,23 @@ def check_files(model: str, parsed: ParsedMethod, vllm_arguments: Sequence[str] 
     drafts = [spec.model for spec in proposer.models(parsed.options)]
     for draft in drafts:
         _refuse_missing(f"a draft model of {method}", draft)
-    if drafts:
-        return (
-            f"not checked: whether {' and '.join(drafts)} can draft for {model}; the engine does "
-            "that before it loads weights"
-        )
+    line = _checked(model, parsed, proposer, vllm_arguments)
+    if not drafts:
+        return line
+    others = (
+        f"not checked: whether {' and '.join(drafts)} can draft for {model}; the engine does that "
+        "before it loads weights"
+    )
+    return others if line is None else f"{line}; {others}"
+
+
+def _checked(
+    model: str,
+    parsed: ParsedMethod,
+    proposer: type[BaseProposer],
+    vllm_arguments: Sequence[str],
+) -> str | None:
+    method = parsed.info.name
     if proposer.check.__func__ is BaseProposer.check.__func__:  # type: ignore[attr-defined]
         return None
     tokenizer = _value(vllm_arguments, "tokenizer") or model

@@ -7,7 +7,6 @@ decides, the others serve what it serves, and another server takes over once it 
 """
 
 import contextlib
-import errno
 import logging
 import os
 import subprocess
@@ -93,6 +92,14 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class _Lead:
+    """The server that decided has ended: what it knew, for this one to go on from."""
+
+    state: EngineState
+    weights: object  # of the version that it served
+
+
+@dataclass(frozen=True)
 class _Ready:
     """A version that the thread has read; the engine is to serve it, or to try it."""
 
@@ -134,29 +141,34 @@ class OnlineSession:
         self._trainer: subprocess.Popen[bytes] | None = None
         check_folder(self._root, origin.method, origin.drafter)
         self._is_first = is_first and self._may_lead()
-        if self._is_first:
-            self._open_folder()
-        elif is_first:
-            logger.warning(
-                "vllm-spec-ext: online: another server works on %s; this one serves what that one "
-                "does, and records nothing until it ends",
-                self._root,
-            )
         self._trial = Trial(options.trial_steps, options.guard, options.seed)
-        # The folder's own copy is written once; the drafter's may change while it is mapped.
-        own = version_folder(self._root, 0)
-        weights = learner.read_weights(own if own.is_dir() else origin.folder)
-        self._weights: dict[int, object] = {0: weights}
-        self._state = self._first_state(fresh)
+        try:
+            if self._is_first:
+                self._open_folder()
+            elif is_first:
+                logger.warning(
+                    "vllm-spec-ext: online: another server works on %s; this one serves what that "
+                    "one does, and records nothing until it ends",
+                    self._root,
+                )
+            self._weights: dict[int, object] = {0: self._first_weights()}
+            self._state = self._first_state(fresh)
+        except BaseException:
+            self._release()
+            raise
         self._using = -1
         self._turn_left = 0  # steps
         self._drafted_by: dict[str, tuple[Role, int]] = {}
         self._ready: _Ready | None = None
+        self._offered: _Lead | None = None
+        self._has_stepped = False  # since the thread looked
+        self._wants_trainer = options.start_trainer
         self._unreadable = -1  # a version that a follower could not read
         self._lock = threading.RLock()
         self._stop = threading.Event()
         if self._is_first:
             self._start_recording()
+            self._start_trainer()
         self._use(self._state.serving)
         self._thread = threading.Thread(target=self._watch, name="spec-ext-online", daemon=True)
         self._thread.start()
@@ -179,6 +191,10 @@ class OnlineSession:
         ready, self._ready = self._ready, None
         if ready is not None:
             self._take(ready)
+        offered, self._offered = self._offered, None
+        if offered is not None:
+            self._take_over(offered)
+        self._has_stepped = True
         if self._is_first:
             self._decide()
         ends = (before.serving, before.trying) != (self._state.serving, self._state.trying)
@@ -245,7 +261,7 @@ class OnlineSession:
         if self._stop.is_set():
             return
         self._stop.set()
-        if self._trainer is not None:
+        if self._trainer is not None:  # soon, as it takes a while
             self._trainer.terminate()
         if self.tap is not None and self._writer is not None:
             self.tap.finish(self.tap.open_requests)
@@ -255,8 +271,12 @@ class OnlineSession:
             with contextlib.suppress(OSError, SpecExtError):
                 write_record(self._root, self._told())
         if self._trainer is not None:
+            self._trainer.terminate()  # the thread may have started it meanwhile
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._trainer.wait(timeout=10.0)
+        self._release()
+
+    def _release(self) -> None:
         if self._lead is not None:
             self._lead.release()
 
@@ -269,9 +289,16 @@ class OnlineSession:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what people wrote
             return self._lead.take()
         except OSError as error:
-            if error.errno == errno.ENOLCK:  # a file system without locks
-                return True
             raise SpecExtError(f"online: cannot write to {self._root}: {error}") from error
+
+    def _first_weights(self) -> object:
+        """Of version 0: the folder's own copy is written once, the drafter may change meanwhile."""
+        try:
+            return self._read(0)
+        except SpecExtError as error:
+            if version_folder(self._root, 0).is_dir():
+                logger.warning("vllm-spec-ext: online: %s; reading the drafter itself", error)
+            return self._learner.read_weights(self._origin.folder)
 
     def _open_folder(self) -> None:
         origin = self._origin
@@ -300,10 +327,7 @@ class OnlineSession:
             raise SpecExtError(f"online: cannot write to {self._root}: {error}") from error
 
     def _first_state(self, fresh: bool) -> EngineState:
-        state = read_record(self._root, EngineState) or EngineState()
-        handled = state.handled if state.trying is None else state.trying - 1  # it is tried again
-        changes = {"trying": None, "handled": handled, "since": time.time()}
-        state = state.model_copy(update=changes)
+        state = self._former_state()
         numbers = version_numbers(self._root)
         if fresh:
             newest = max(numbers, default=0)
@@ -316,40 +340,54 @@ class OnlineSession:
                 state = state.model_copy(update={"serving": 0})
         return state
 
+    def _former_state(self) -> EngineState:
+        """What was known when the last server ended."""
+        state = read_record(self._root, EngineState) or EngineState()
+        handled = state.handled if state.trying is None else state.trying - 1  # it is tried again
+        changes = {"trying": None, "handled": handled, "since": time.time()}
+        return state.model_copy(update=changes)
+
     def _start_recording(self) -> None:
         writer = self._writer = SampleWriter(self._root / SAMPLES, self._options)
         self.tap = Tap(self._options, writer.put)
         self.tap.bytes_elsewhere = lambda: writer.pending_bytes
-        if self._options.start_trainer:
-            try:
-                self._start_trainer()
-            except OSError as error:  # a full disk
-                logger.warning("vllm-spec-ext: online: no trainer was started: %s", error)
 
     def _start_trainer(self) -> None:
-        with open(self._root / "trainer.log", "ab") as log:
-            self._trainer = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "vllm_spec_ext.online.trainer"),
-                    *(str(self._root), "--parent", str(os.getpid())),
-                ],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-            )
+        """Once, if it is wanted."""
+        if not self._wants_trainer:
+            return
+        self._wants_trainer = False
+        command = [sys.executable, "-m", "vllm_spec_ext.online.trainer", str(self._root)]
+        try:
+            with open(self._root / "trainer.log", "ab") as log:
+                self._trainer = subprocess.Popen(
+                    [*command, "--parent", str(os.getpid())],
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                )
+        except OSError as error:  # a full disk
+            logger.warning("vllm-spec-ext: online: no trainer was started: %s", error)
 
-    def _take_over(self) -> None:
-        """The server that decided has ended, or its machine has."""
+    # Another server decided.
+
+    def _offer_lead(self) -> None:
+        """Once the server that decided has ended; a server without requests waits."""
+        if self._offered is not None or not self._has_stepped or not self._may_lead():
+            return
         self._open_folder()
-        known = read_record(self._root, EngineState) or EngineState()
-        handled = known.handled if known.trying is None else known.trying - 1  # it is tried again
-        self._set(
-            handled=handled,
-            obeyed=known.obeyed,
-            frozen=known.frozen,
-            verdicts=known.verdicts,
-            served=known.served,
-        )
+        state = self._former_state()
+        try:
+            weights = self._known_or_read(state.serving)
+        except SpecExtError as error:
+            self._say(str(error))
+            state, weights = state.model_copy(update={"serving": 0}), self._weights[0]
+        self._offered = _Lead(state, weights)
+
+    def _take_over(self, lead: _Lead) -> None:
+        self._weights[lead.state.serving] = lead.weights
+        self._set(**dict(lead.state))
+        self._trial.changed()  # what it counted alone says nothing beside the guard's share
         self._start_recording()
         self._is_first = True
         logger.info("vllm-spec-ext: online: this server decides about %s now", self._root)
@@ -423,14 +461,16 @@ class OnlineSession:
             try:
                 if self._is_first:
                     self._look()
-                else:
+                elif self._offered is None:
                     self._follow()
                 if time.monotonic() - told < _TELL_S:
                     continue
                 told = time.monotonic()
-                if not self._is_first and self._lead is not None and self._may_lead():
-                    self._take_over()
-                if self._is_first:
+                if not self._is_first and self._lead is not None:
+                    self._offer_lead()
+                    self._has_stepped = False
+                elif self._is_first:
+                    self._start_trainer()
                     write_record(self._root, self._told())
                     trainer = read_record(self._root, TrainerState)
                     alive = trainer is not None and time.time() - trainer.alive_at < 60.0

@@ -187,11 +187,12 @@ def check_apart(out: Path, others: Sequence[tuple[str, Path]]) -> None:
 
 def check_sources(config: Training) -> None:
     """Raise SpecExtError where there is nothing to learn from; before a target loads."""
-    for path in config.prompts:
+    has_data = (config.data_folder / MANIFEST_NAME).is_file()
+    reads_prompts = not has_data if config.dry_run else config.stage in ("all", "data")
+    for path in config.prompts if reads_prompts else ():
         if not path.is_file():
             raise SpecExtError(f"no such prompt file: {path} (looked in {Path.cwd()})")
-    has_data = bool(config.prompts) or (config.data_folder / MANIFEST_NAME).is_file()
-    if not has_data and config.stage != "data":
+    if not config.prompts and not has_data and config.stage != "data":
         raise SpecExtError(
             f"found no prompts, and no data of an earlier run in {config.data_folder}; give "
             "--prompts FILES, or --data FOLDER"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 _SAMPLES = 1024  # places of a file
 _BYTES = 4096  # at each
+_NO_WEIGHTS = {"training_args.bin", "optimizer.bin"}  # that trainers leave behind
 
 
 def weights_fingerprint(model: str) -> str | None:
@@ -18,7 +19,9 @@ def weights_fingerprint(model: str) -> str | None:
     """
     folder = Path(model).expanduser()
     digest = hashlib.sha256()
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    files = list(folder.glob("*.safetensors"))
+    files = files or [path for path in folder.glob("*.bin") if path.name not in _NO_WEIGHTS]
+    for file in sorted(files):
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}:".encode())
         with file.open("rb") as opened:

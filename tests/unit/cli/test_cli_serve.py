@@ -229,6 +229,9 @@ def test_dry_run_looks_for_draft_models(
             serve(model, method, given, dry_run=True)
     serve(str(target), "small_model", [f"model={target}"], dry_run=True)
     assert f"not checked: whether {target} can draft" in capsys.readouterr().err
+    levels = [{"method": "adaptive_ngram", "corpus": "./gone"}, {"model": str(target)}]
+    with pytest.raises(SpecExtError, match="gone"):
+        serve(str(target), "cascade", [f"levels={json.dumps(levels)}"], dry_run=True)
 
 
 def test_dry_run_looks_at_a_corpus(

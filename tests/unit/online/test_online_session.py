@@ -2,6 +2,8 @@
 """The engine's side without an engine: replicas that follow the first, and turns of versions."""
 
 import errno
+import fcntl
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.online import folder_lock
 from vllm_spec_ext.online.folder import EngineState, FolderFacts, read_record, write_record
 from vllm_spec_ext.online.session import OnlineSession, Origin
 from vllm_spec_ext.online.versions import drafter_hash, version_folder, write_version
@@ -71,6 +74,10 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def cannot_read(session: OnlineSession, number: int) -> bool:
     return session._unreadable == number
+
+
+def has_ready(session: OnlineSession, number: int) -> bool:
+    return session._ready is not None and session._ready.number == number
 
 
 def publish(root: Path, number: int, data: bytes) -> None:
@@ -194,13 +201,85 @@ def test_two_servers_on_a_folder(start: Start, tmp_path: Path) -> None:
     until(lambda: second._ready is not None)
     second.begin_step()
     assert learner.used == [b"own", b"one"]
-    until(lambda: second._is_first)
+    until(lambda: second._offered is not None)
+    second.begin_step()
     assert second.tap is not None
     second.close()
     state = read_record(root, EngineState)
     assert state is not None
     assert (state.serving, state.handled, state.served) == (1, 1, (1,))
     assert [verdict.version for verdict in state.verdicts] == [1]
+
+
+def test_a_server_without_requests_takes_over_what_was_learned(
+    start: Start, tmp_path: Path
+) -> None:
+    """When its requests come; until then another one may."""
+    root = tmp_path / "online"
+    first, _ = start(is_first=True)
+    idle, learner = start(is_first=True, guard=0.5)
+    for number in (1, 2):
+        publish(root, number, b"%d" % number)
+        until(partial(has_ready, first, number))
+        first.begin_step()
+        first._serve(number, "it was better")
+        write_record(root, first._told())
+        time.sleep(0.6)  # the other one has seen it
+    first.close()
+    time.sleep(2.5)
+    assert idle.tap is None
+    for _ in range(3000):  # traffic that the other weights will not see
+        idle._trial.count("serving", 0)
+    idle.begin_step()
+    until(lambda: idle._offered is not None)
+    idle.begin_step()
+    assert idle.tap is not None
+    assert (idle.state.serving, idle.state.handled, learner.used[-1]) == (2, 2, b"2")
+    assert idle._trial.serving.count == 0  # as the guard's: both from now on
+    idle.close()
+    state = read_record(root, EngineState)
+    assert state is not None
+    assert state.serving == 2
+
+
+def test_a_server_that_does_not_start_leaves_the_folder_to_others(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> object:
+        raise SpecExtError("another shape")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "read_weights", fail)
+        with pytest.raises(SpecExtError, match="another shape"):
+            start(is_first=True)
+    assert start(is_first=True)[0].tap is not None
+
+
+def test_a_damaged_copy_of_the_drafter_is_read_elsewhere(start: Start, tmp_path: Path) -> None:
+    start(is_first=True)[0].close()
+    (version_folder(tmp_path / "online", 0) / NAME).write_bytes(b"damaged")
+    assert start(is_first=True)[1].used == [b"own"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_warned_of(
+    number: int, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(folder_lock, "logger", logging.getLogger("plain"))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert start(is_first=True)[0].tap is not None
+    assert "knows no locks" in caplog.text
+
+
+def test_a_lock_that_was_released_is_not_taken_again(tmp_path: Path) -> None:
+    """A thread that still reads a version would take it for a server that has ended."""
+    lock = folder_lock.FolderLock(tmp_path / "lock")
+    assert lock.take()
+    lock.release()
+    assert not lock.take()
 
 
 def test_versions_that_were_kept_are_remembered(start: Start, tmp_path: Path) -> None:

@@ -442,6 +442,8 @@ def test_states_of_other_weights_are_refused(target: Path, data: Path, tmp_path:
     config = settings(changing, data, tmp_path / "h", max_steps=3, cache_hidden=True)
     train_blockwise(config, quiet)
     train_blockwise(config, quiet)
+    torch.save({}, changing / "training_args.bin")  # what is not loaded does not count
+    train_blockwise(config, quiet)
     weights = load_file(changing / "model.safetensors")
     save_file(
         {name: value + 0.5 for name, value in weights.items()}, changing / "model.safetensors"
@@ -459,6 +461,15 @@ def test_nothing_to_learn_from_is_told_before_a_target_loads(tmp_path: Path) -> 
     asked["prompts"] = [tmp_path / "gone.jsonl"]
     with pytest.raises(SpecExtError, match=r"no such prompt file: .*gone\.jsonl"):
         train_blockwise(BlockwiseTraining.model_validate(asked), quiet)
+
+
+def test_prompts_are_not_needed_where_data_are(target: Path, data: Path, tmp_path: Path) -> None:
+    """As on another machine, with the same file of settings."""
+    gone = [tmp_path / "gone.jsonl"]
+    config = settings(target, data, tmp_path / "h", max_steps=1, prompts=gone, stage="train")
+    assert train_blockwise(config, quiet) is not None
+    assert train_blockwise(config.model_copy(update={"stage": "eval"}), quiet) is not None
+    train_blockwise(config.model_copy(update={"dry_run": True, "stage": "all"}), quiet)
 
 
 def test_a_restart_sets_the_former_figures_aside(target: Path, data: Path, tmp_path: Path) -> None:

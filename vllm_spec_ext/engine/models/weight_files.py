@@ -6,8 +6,12 @@ import json
 import math
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm.model_executor.model_loader.weight_utils import filter_files_not_needed_for_inference
+
+if TYPE_CHECKING:
+    import torch
 
 # In the order in which vLLM looks for them: Mistral's own files before those beside them.
 _PATTERNS = ("consolidated*.safetensors", "*.safetensors", "*.bin", "*.pt")
@@ -64,8 +68,12 @@ def _bytes(file: Path, itemsize: int) -> int:
     from safetensors import SafetensorError, safe_open
 
     size = file.stat().st_size
-    if file.suffix != ".safetensors":  # all numbers may be wide
-        return size * min(itemsize, _WIDE["F32"]) // _WIDE["F32"]
+    if file.suffix != ".safetensors":
+        return size - sum(
+            tensor.numel() * max(0, tensor.itemsize - itemsize)
+            for tensor in _pickled(file).values()
+            if tensor.is_floating_point()
+        )
     try:
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118, no mapping
@@ -84,7 +92,10 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
-        found |= _readable(file) if file.suffix == ".safetensors" else _in_pickle(file)
+        if file.suffix == ".safetensors":
+            found |= _readable(file)
+        else:
+            found |= {name: tuple(tensor.shape) for name, tensor in _pickled(file).items()}
     return found
 
 
@@ -106,7 +117,8 @@ def _readable(file: Path) -> dict[str, tuple[int, ...]]:
         return {}
 
 
-def _in_pickle(file: Path) -> dict[str, tuple[int, ...]]:
+def _pickled(file: Path) -> "dict[str, torch.Tensor]":
+    """Without their numbers."""
     import torch
 
     try:
@@ -116,5 +128,4 @@ def _in_pickle(file: Path) -> dict[str, tuple[int, ...]]:
     except Exception:  # a damaged pickle fails in any way
         return {}
     named: dict[str, torch.Tensor] = weights if isinstance(weights, dict) else {}
-    tensors = {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}
