@@ -109,7 +109,7 @@ def test_triforce() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "levels: Field required"),
+        ({}, "levels is missing"),
         ({"levels": []}, "found 0, expected at least 2"),
         ({"levels": [COPY]}, "found 1, expected at least 2"),
         ({"levels": [SMALL]}, '"method": "small_model"'),

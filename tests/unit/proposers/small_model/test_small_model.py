@@ -28,7 +28,7 @@ def test_options() -> None:
     options = parse_options(SmallModel.info.options, given, "small_model")
     assert SmallModel.models(options) == [ModelSpec("cut4", "drafts/cut4", quantization="fp8")]
     for bad, words in (
-        ({}, "model: Field required"),
+        ({}, "model is missing"),
         ({"model": ""}, "at least 1 character"),
         ({"model": "a", "candidates": 0}, "candidates"),
         ({"model": "a", "modle": "b"}, "Did you mean 'model'?"),

@@ -33,10 +33,10 @@ def test_models_are_folders_or_objects() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({}, "models: Field required"),
+        ({}, "models is missing"),
         ({"models": []}, "models: List should have at least 1 item"),
         ({"models": [""]}, "models.0"),
-        ({"models": [{"quantization": "fp8"}]}, "model: Field required"),
+        ({"models": [{"quantization": "fp8"}]}, "model is missing"),
         ({"models": [{"model": "a", "quantisation": "fp8"}]}, "quantisation"),
         ({"models": ["a"], "expansion": []}, "at least one step"),
         ({"models": ["a"], "expansion": [1, 0]}, "greater than or equal to 1; found 0"),
