@@ -76,6 +76,11 @@ def cannot_read(session: OnlineSession, number: int) -> bool:
     return session._unreadable == number
 
 
+def says(root: Path, number: int) -> bool:
+    state = read_record(root, EngineState)
+    return state is not None and state.serving == number
+
+
 def has_ready(session: OnlineSession, number: int) -> bool:
     return session._ready is not None and session._ready.number == number
 
@@ -223,7 +228,7 @@ def test_a_server_without_requests_takes_over_what_was_learned(
         until(partial(has_ready, first, number))
         first.begin_step()
         first._serve(number, "it was better")
-        write_record(root, first._told())
+        until(partial(says, root, number))
         time.sleep(0.6)  # the other one has seen it
     first.close()
     time.sleep(2.5)
