@@ -65,6 +65,17 @@ def checkpoint_files(folder: Path) -> Mapping[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(paths)}
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """Of all weights of a folder, in the checkpoint; none of them is read."""
+    from safetensors import safe_open
+
+    found: set[str] = set()
+    for path in folder.glob(_WEIGHTS):
+        with safe_open(str(path), framework="pt") as opened:
+            found.update(opened.keys())
+    return found
+
+
 def read_tensors(folder: Path) -> "dict[str, Tensor]":
     """All weights of a folder, by their names in the checkpoint, on the CPU.
 

@@ -22,7 +22,7 @@ from vllm_spec_ext.online.trace import Trace
 from vllm_spec_ext.proposers.growth.checkpoint_files import (
     CONFIG_NAME,
     WEIGHTS_NAME,
-    read_tensors,
+    tensor_names,
 )
 from vllm_spec_ext.training.draft.evaluate import draft_states
 from vllm_spec_ext.training.target import Target
@@ -62,7 +62,7 @@ class DraftModelStudent:
                 f"{folder} holds no draft model that can be trained: {error}"
             ) from error
         self.module = model
-        foreign = sorted(self._weights().keys() - read_tensors(folder).keys())
+        foreign = sorted(self._weights().keys() - tensor_names(folder))
         if foreign:  # e.g. the experts of a mixture, which transformers joins
             raise SpecExtError(
                 f"{folder}: once loaded it has weights that the checkpoint names otherwise "

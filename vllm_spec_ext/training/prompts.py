@@ -52,9 +52,14 @@ def read_prompts(
     return prompts
 
 
-def _read_file(path: Path, field: str) -> Iterator[str]:
+def check_prompt_file(path: Path) -> None:
+    """Raise SpecExtError if there is none."""
     if not path.is_file():
         raise SpecExtError(f"no such prompt file: {path} (looked in {Path.cwd()})")
+
+
+def _read_file(path: Path, field: str) -> Iterator[str]:
+    check_prompt_file(path)
     packed = path.suffix.lower() == ".gz"
     kind = Path(path.stem if packed else path.name).suffix.lower()
     if kind in _TABLES:

@@ -33,6 +33,7 @@ from vllm_spec_ext.training.hidden import (
     write_cache,
 )
 from vllm_spec_ext.training.loop import LoopSettings, check_resume, restore, run_loop
+from vllm_spec_ext.training.prompts import check_prompt_file
 from vllm_spec_ext.training.provenance import record_command
 from vllm_spec_ext.training.schema import Training
 from vllm_spec_ext.training.shards import MANIFEST_NAME, TokenData, read_data
@@ -190,8 +191,7 @@ def check_sources(config: Training) -> None:
     has_data = (config.data_folder / MANIFEST_NAME).is_file()
     reads_prompts = not has_data if config.dry_run else config.stage in ("all", "data")
     for path in config.prompts if reads_prompts else ():
-        if not path.is_file():
-            raise SpecExtError(f"no such prompt file: {path} (looked in {Path.cwd()})")
+        check_prompt_file(path)
     if not config.prompts and not has_data and config.stage != "data":
         raise SpecExtError(
             f"found no prompts, and no data of an earlier run in {config.data_folder}; give "

@@ -338,13 +338,17 @@ def test_damaged_and_foreign_states_are_named(folder: Path) -> None:
         make_trainer(folder)
 
 
-def test_the_process_has_one_trainer_and_an_end(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_samples(folder)
+@pytest.fixture
+def _toy_students(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes train for the toy's own ends."""
     monkeypatch.setattr(
         trainer_module, "make_student", lambda facts, device: HeadsStudent(facts, device, ends())
     )
+
+
+@pytest.mark.usefixtures("_toy_students")
+def test_the_process_has_one_trainer_and_an_end(folder: Path) -> None:
+    add_samples(folder)
     priority = os.nice(0)
     run_trainer(folder, budget=4.0, max_steps=25)
     assert os.nice(0) == priority  # it may be the engine's process, too
@@ -366,13 +370,9 @@ def test_the_process_has_one_trainer_and_an_end(
         run_trainer(folder / "nothing")
 
 
-def test_what_killed_processes_left_behind_is_deleted(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("_toy_students")
+def test_what_killed_processes_left_behind_is_deleted(folder: Path) -> None:
     add_samples(folder)
-    monkeypatch.setattr(
-        trainer_module, "make_student", lambda facts, device: HeadsStudent(facts, device, ends())
-    )
     left = folder / "versions" / ".v00000007.123.partial"
     left.mkdir(parents=True)
     (left / WEIGHTS_NAME).write_bytes(b"half")
