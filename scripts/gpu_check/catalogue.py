@@ -58,6 +58,13 @@ CHECKS = (
         "v2",
     ),
     Check(
+        "late_heads",
+        "late:late_heads",
+        "drafts of `blockwise` made on the device, from states and tokens that are there: as many "
+        "accepted",
+        "v2",
+    ),
+    Check(
         "triton_attention",
         "builders:triton_attention",
         "Triton attention verifies trees of more virtual requests than the engine has",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that the device looks up, behind tokens that the host has not read."""
+"""Drafts that are made on the device, behind tokens that the host has not read."""
 
 import statistics
 import time
@@ -9,6 +9,7 @@ import pytest
 import torch
 from generation import ALWAYS_DRAFT, run, tokens
 from scenarios import SCENARIOS
+from test_blockwise_engine import save_random_heads
 from test_greedy_identity import runner_of
 
 from gpu_check.identity import BACKEND
@@ -16,13 +17,24 @@ from gpu_check.site import CheckFailed, Site, require, require_identical
 
 COPY = {"method": "input_copy", "num_speculative_tokens": 8}
 SCENARIO = SCENARIOS["few_tokens"]
+FEW_TOKENS = [40, 42, 44]  # those of the scenario
 
 
 def late_tables(site: Site) -> dict[str, Any]:
     """No token changes, as much is accepted, and how long the look-up takes."""
+    return _compare(site, COPY)
+
+
+def late_heads(site: Site) -> dict[str, Any]:
+    """The same of heads; they copy what followed before."""
+    heads = save_random_heads(site.folder / "late_heads", FEW_TOKENS, 4, copy_trust=100.0)
+    return _compare(site, {"method": "blockwise", "model": str(heads), "num_speculative_tokens": 3})
+
+
+def _compare(site: Site, method: dict[str, Any]) -> dict[str, Any]:
     answers = tokens(run(site.engine(backend=BACKEND), SCENARIO))
-    steps, compared, look_up_us = [], 0, list[float]()
-    config = {**COPY, **ALWAYS_DRAFT}  # no clock decides how many steps there are
+    steps, compared, draft_us = [], 0, list[float]()
+    config = {**method, **ALWAYS_DRAFT}  # no clock decides how many steps there are
     for is_async in (False, True):
         engine = site.engine(backend=BACKEND, speculative_config=config, async_scheduling=is_async)
         runner = runner_of(engine)
@@ -38,15 +50,17 @@ def late_tables(site: Site) -> dict[str, Any]:
         if is_async:
             # Apart: it waits for the device, which would hide what is read too early or too late.
             with pytest.MonkeyPatch.context() as patch:
-                time_draft(runner, patch, look_up_us)
+                time_draft(runner, patch, draft_us)
                 run(engine, SCENARIO)
         for true, ours in zip(answers, found, strict=True):
-            compared += require_identical(f"input_copy, asynchronous: {is_async}", true, ours)
+            compared += require_identical(
+                f"{method['method']}, asynchronous: {is_async}", true, ours
+            )
         steps.append(len(counted))
     result = {
         "compared": compared,
         "request_steps": dict(zip(("sync", "async"), steps, strict=True)),
-        "look_up_us": statistics.median(look_up_us),
+        "draft_us": statistics.median(draft_us),
     }
     if steps[1] > 1.02 * steps[0] + 1:
         raise CheckFailed(f"{steps} request steps, expected as few asynchronously", result)
@@ -67,7 +81,7 @@ def count_steps(runner: Any, patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def time_draft(runner: Any, patch: pytest.MonkeyPatch, taken_us: list[float]) -> None:
-    """Microseconds of each look-up, rows on the host and copies included; nothing else runs."""
+    """Microseconds of each draft, rows on the host and copies included; nothing else runs."""
     draft = runner.drafter.late.draft
 
     def timed(*arguments: Any) -> Any:

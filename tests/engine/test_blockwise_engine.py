@@ -20,7 +20,10 @@ from vllm_spec_ext.training.blockwise.evaluate import HeadFigures
 
 
 def save_random_heads(
-    folder: Path, draft_vocab: list[int] | None = None, copy_match: int = 0
+    folder: Path,
+    draft_vocab: list[int] | None = None,
+    copy_match: int = 0,
+    copy_trust: float = 3.0,
 ) -> Path:
     """Untrained heads: they repeat the target's own next token, copy, or guess wrongly."""
     config = HeadsConfig.model_validate(
@@ -41,7 +44,7 @@ def save_random_heads(
     torch.manual_seed(3)
     torch.nn.init.normal_(module.w_out, std=0.3)
     if copy_match:
-        module.copy_trust.data[1:] = 3.0
+        module.copy_trust.data[1:] = copy_trust
     accuracy = [dict.fromkeys(("top1", "top2", "top3", "top5"), 0.0)] * 3
     save_heads(folder, config, module, "fp32", HeadFigures(1, 1, 1.0, accuracy, 1.0, 1.0, 8, 1.0))
     return folder

@@ -17,6 +17,7 @@ from generation import (
     tokens,
 )
 from scenarios import PROMPTS, SCENARIOS, Scenario
+from test_blockwise_engine import save_random_heads
 from test_greedy_identity import METHODS, runner_of
 from worker_counts import kept_counts
 
@@ -26,17 +27,25 @@ from vllm_spec_ext.engine.v2.late_tables import late_steps
 COPY: dict[str, Any] = {"method": "input_copy", "num_speculative_tokens": 8}
 NGRAM = {"method": "adaptive_ngram", "num_speculative_tokens": 4, "tree": False}
 AUTO = {"method": "auto", "num_speculative_tokens": 8}  # copies, where it drafts late
-LATE = {"input_copy": COPY, "adaptive_ngram": NGRAM, "auto": AUTO}
+HEADS = {"method": "blockwise", "num_speculative_tokens": 3}
+LATE = {"input_copy": COPY, "adaptive_ngram": NGRAM, "auto": AUTO, "blockwise": HEADS}
 # Few tokens to choose from: the text repeats itself, so that copies are right.
-FEW = {"allowed_token_ids": [40, 42, 44], "ignore_eos": True}
+FEW_IDS = [40, 42, 44]
+FEW = {"allowed_token_ids": FEW_IDS, "ignore_eos": True}
 LENGTHS = (12, 60, 33, 1, 70, 2, 47, 59)
 REPEATED = Scenario([{"max_tokens": n, **FEW} for n in LENGTHS], PROMPTS)
 
 
 @pytest.fixture(scope="module", params=LATE)
-def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+def config(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Of each method that drafts late."""
-    return LATE[request.param]
+    found = LATE[request.param]
+    if found is not HEADS:
+        return found
+    folder = tmp_path_factory.mktemp("heads") / "heads"
+    return {**HEADS, "model": str(save_random_heads(folder, FEW_IDS, 4, copy_trust=100.0))}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +86,7 @@ def num_rows(copies: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
 
 
 def test_the_start_up_line_says_so(make_engine: Any, caplog: pytest.LogCaptureFixture) -> None:
-    late = "asynchronous scheduling, drafts looked up on the device in tables one step old"
+    late = "asynchronous scheduling, drafts made on the device before the host has the tokens"
     waits = "asynchronous scheduling, drafts made behind each step's tokens (its drafts are trees)"
     expected = (
         (COPY, "chains", late),
@@ -230,8 +239,8 @@ def test_the_host_says_what_the_device_drafted(
     draft, make = runner.late_steps.draft, runner.step_drafts.make
     compared = []
 
-    def look(batch: Any) -> Any:
-        drafts = draft(batch)
+    def look(batch: Any, *args: Any) -> Any:
+        drafts = draft(batch, *args)
         for name, row in zip(batch.req_ids, drafts.tolist(), strict=True):
             looked_up.setdefault(name, []).append(row)
         return drafts
@@ -261,7 +270,9 @@ def test_the_host_says_what_the_device_drafted(
     assert all(outcome.num_accepted <= outcome.num_drafted for outcome in outcomes)
     assert len(runner.spec_states) <= 1
     assert len(runner.spec_requests) <= 1
-    if config["method"] == "adaptive_ngram":
+    if config["method"] == "blockwise":
+        kept = proposer._texts
+    elif config["method"] == "adaptive_ngram":
         kept = proposer.drafter.learner.states
     else:
         kept = (proposer._late if config["method"] == "auto" else proposer)._copies

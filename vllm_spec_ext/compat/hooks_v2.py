@@ -283,8 +283,18 @@ FUNCTIONS_V2: tuple[Hook, ...] = (
     _V2(
         "vllm.v1.worker.gpu.spec_decode.speculator",
         "BaseSpeculator.propose",
-        "asked by the runner; our drafts come later, or are looked up on the device",
-        names=("input_batch", "dummy_run"),
+        "asked by the runner; our drafts come later, or are made on the device",
+        names=(
+            "input_batch",
+            "attn_metadata",
+            "slot_mappings",
+            "last_hidden_states",
+            "aux_hidden_states",
+            "num_sampled",
+            "num_rejected",
+            "dummy_run",
+            "num_speculative_tokens",
+        ),
         used_by="engine/v2/late_tables/speculator.py: LateSpeculator stands in its place, or "
         "HostSpeculator",
     ),

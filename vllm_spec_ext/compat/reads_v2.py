@@ -108,6 +108,7 @@ CLASSES_V2: tuple[Reads, ...] = (
             "logits_indices": "torch.Tensor",
             "max_query_len": "int | None",
             "positions": "torch.Tensor",
+            "query_start_loc": "torch.Tensor",
         },
     ),
     _V2(

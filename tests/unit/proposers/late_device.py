@@ -30,6 +30,9 @@ class LateDevice:
             self.tokens[place, : len(text)] = torch.tensor(text)
             self.lengths[place] = len(text)
         on_device = torch.from_numpy(places).long()
-        found = DeviceTexts(self.tokens, self.lengths, on_device, places, torch.tensor)
+        states = torch.zeros(len(known), 4)
+        found = DeviceTexts(
+            self.tokens, self.lengths, on_device, places, torch.tensor, lambda: states
+        )
         drafts: list[list[int]] = self.late.draft(known, found).tolist()
         return drafts

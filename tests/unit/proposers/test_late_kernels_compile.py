@@ -62,9 +62,25 @@ for backoff in BACKOFF.values():
         check(walk_tables, TYPES, walk_settings(backoff, *tables, 12))
 """
 
+BLOCKWISE = """
+from vllm_spec_ext.proposers.blockwise.heads import HeadsConfig
+from vllm_spec_ext.proposers.blockwise.late_heads import find_settings, show_settings
+from vllm_spec_ext.proposers.blockwise.late_kernels import find_ends, show_tokens
+
+TYPES = {"texts_ptr": "*i32", "text_stride": "i32", "places_ptr": "*i64", "lengths_ptr": "*i32",
+         "found_ptr": "*i64", "shown_ptr": "*i64", "num_blocks": "i32", "vocab_size": "i32"}
+for heads in (1, 4, 7):
+    config = HeadsConfig(target="t", hidden_size=8, vocab_size=9, num_heads=heads, head_width=4,
+                         copy_match=8)
+    check(find_ends, TYPES, find_settings(config))
+    check(show_tokens, TYPES, show_settings(config))
+"""
+
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kernels", [INPUT_COPY, ADAPTIVE_NGRAM], ids=["copy", "ngram"])
+@pytest.mark.parametrize(
+    "kernels", [INPUT_COPY, ADAPTIVE_NGRAM, BLOCKWISE], ids=["copy", "ngram", "heads"]
+)
 def test_for_gpus(kernels: str, architecture: int, tmp_path: Path) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")

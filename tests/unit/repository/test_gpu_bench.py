@@ -12,7 +12,7 @@ import pytest
 from gpu_bench import __main__ as command_line
 from gpu_bench.measuring import conditions_of, measure_missing
 from gpu_bench.parts_folder import Measured, PartsFolder
-from gpu_bench.plan import ASYNC, PARTS, Part, chosen
+from gpu_bench.plan import ASYNC, PARTS, SYNC, Part, chosen
 from gpu_check.machine import Gpu
 from vllm_spec_ext.bench.engine_client import EngineFailed
 from vllm_spec_ext.bench.records import (
@@ -180,6 +180,15 @@ def test_the_command_writes_one_json_and_goes_on(on_a_gpu: Engines, tmp_path: Pa
     on_a_gpu.started.clear()
     assert command_line.main([*line, "auto", "--fresh"]) == 0
     assert on_a_gpu.started == ["plain", "auto"]
+
+
+def test_heads_are_measured_where_there_are_some(on_a_gpu: Engines, tmp_path: Path) -> None:
+    line = ["--limit", "2", "--out", str(tmp_path), "--batch-size", "1", "blockwise"]
+    assert command_line.main([*line, "--model", "m"]) == 2, "no heads of this model"
+    assert command_line.main([*line, "--model", "m", "--heads", "h"]) == 0
+    assert on_a_gpu.started == ["plain", "blockwise"]
+    found = json.loads((tmp_path / "gpu-bench.json").read_text())
+    assert found["engine_args"]["blockwise_sync"] == SYNC
 
 
 def test_answers_that_differ_in_float32_fail(

@@ -148,7 +148,8 @@ class StepDrafts:
         known = self._follow_shadows(requests)
         allowance = self._within_budget(requests)
         hidden = None
-        if runner.drafter.needs.hidden_states and rows:
+        # Who drafts late has read them by now.
+        if runner.drafter.needs.hidden_states and rows and not runner.drafter.is_late:
             last = step.last_rows(new_tokens)
             hidden = sample_hidden_states[[last[row] for row in rows]]
         plain_seconds = None if self.budget is None else self.budget.plain_seconds(len(requests))

@@ -40,5 +40,5 @@ def scheduling(
         hint = "; plain decoding may be faster on a GPU, docs/gpu.md" if may_be_async else ""
         return f"synchronous scheduling ({synchronous_because}{hint})"
     if waits_because is None:
-        return "asynchronous scheduling, drafts looked up on the device in tables one step old"
+        return "asynchronous scheduling, drafts made on the device before the host has the tokens"
     return f"asynchronous scheduling, drafts made behind each step's tokens ({waits_because})"

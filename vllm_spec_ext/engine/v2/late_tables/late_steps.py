@@ -8,6 +8,7 @@ counts, records and learns is told of a step as without asynchronous scheduling,
 With tensor parallelism rank 0 drafts, and its device sends what it found to the others.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -45,13 +46,28 @@ class LateSteps:
         self._upload = partial(async_tensor_h2d, device=runner.device)
         self._num_drafted = int(runner.speculative_config.num_speculative_tokens)
 
-    def draft(self, batch: "InputBatch") -> torch.Tensor:
-        """[num_reqs, k] int64 drafts, on the device; called while the batch's step is queued."""
-        self.read()
-        shape = batch.num_reqs, self._num_drafted
-        return self._runner.drafter.ranks.spread(lambda: self._draft(batch), shape, torch.int64)
+    def draft(
+        self, batch: "InputBatch", hidden_states: torch.Tensor, num_rejected: torch.Tensor
+    ) -> torch.Tensor:
+        """[num_reqs, k] int64 drafts, on the device; called while the batch's step is queued.
 
-    def _draft(self, batch: "InputBatch") -> torch.Tensor:
+        Args:
+            batch: The step's.
+            hidden_states: [num_rows, hidden_size] of the target's final layer.
+            num_rejected: [num_reqs] draft tokens of each, which are its last rows.
+        """
+        self.read()
+        ranks = self._runner.drafter.ranks
+        states = partial(_last_states, batch, hidden_states, num_rejected)
+        make = partial(self._draft, batch, states)
+        if self._runner.drafter.needs.hidden_states:
+            # By layers of the target that all ranks compute together, as rank 0 tells them.
+            return ranks.lead(lambda: (None, [make()]))[1][0]
+        return ranks.spread(make, (batch.num_reqs, self._num_drafted), torch.int64)
+
+    def _draft(
+        self, batch: "InputBatch", hidden_states: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         runner, states = self._runner, self._runner.req_states
         texts = DeviceTexts(
             states.all_token_ids.gpu,
@@ -59,6 +75,7 @@ class LateSteps:
             batch.idx_mapping,
             batch.idx_mapping_np,
             self._upload,
+            hidden_states,
         )
         known = [
             runner.step_drafts.request_step(name, runner.state_of(name), [], self._num_drafted)
@@ -107,5 +124,13 @@ class LateSteps:
         names = [name for name, tokens in zip(step.request_ids, new_tokens, strict=True) if tokens]
         runner.spec_requests.append(names, filter(None, new_tokens))
         if runner.drafter.ranks.leads:
-            nothing = torch.empty(0, 0)  # hidden states: no method that drafts late needs any
+            nothing = torch.empty(0, 0)  # hidden states: what drafts late has read them
             runner.step_drafts.make(step, new_tokens, nothing, queued.num_drafted)
+
+
+def _last_states(
+    batch: "InputBatch", hidden_states: torch.Tensor, num_rejected: torch.Tensor
+) -> torch.Tensor:
+    """[num_reqs, hidden_size] by which each request's last token was chosen."""
+    ends = batch.query_start_loc[1 : batch.num_reqs + 1]
+    return hidden_states[ends - 1 - num_rejected]

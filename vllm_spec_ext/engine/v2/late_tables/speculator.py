@@ -28,6 +28,12 @@ class LateSpeculator(HostSpeculator):
     def propose(
         self,
         input_batch: "InputBatch",
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
         *args: Any,
         dummy_run: bool = False,
         num_speculative_tokens: int | None = None,
@@ -39,4 +45,4 @@ class LateSpeculator(HostSpeculator):
         if num_speculative_tokens == 0:
             self._late_steps.read()
             return super().propose(input_batch)
-        return self._late_steps.draft(input_batch)
+        return self._late_steps.draft(input_batch, last_hidden_states, num_rejected)
