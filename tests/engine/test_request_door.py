@@ -12,7 +12,7 @@ import torch
 from generation import sampling_params
 from test_greedy_identity import runner_of
 
-from vllm_spec_ext.engine.requests.options import ResolvedOptions
+from vllm_spec_ext.engine.requests.options import ResolvedOptions, parse_share_group
 
 PROMPT = "one two three four one two"
 
@@ -55,6 +55,25 @@ def test_a_request_that_wants_no_drafts_gets_none(make_engine: Any) -> None:
     assert not any(outcome.num_drafted for outcome in outcomes)
     assert ask(engine, {"spec_ext": {"tokens": [7, 8, 9]}}) == plain
     assert any(outcome.num_drafted for outcome in outcomes)
+
+
+@pytest.mark.parametrize("is_piece", [False, True])
+def test_a_later_piece_of_a_salted_session_is_nobody_elses(
+    is_piece: bool, make_engine: Any
+) -> None:
+    """vLLM keeps the salt of the first one; those behind it need not say it again."""
+    engine = make_engine(
+        speculative_config={"method": "input_copy", "num_speculative_tokens": 16}
+    ).llm_engine
+    request = engine.input_processor.process_inputs(
+        "session",
+        {"type": "token", "prompt_token_ids": [5, 6]},
+        sampling_params({"max_tokens": 6}),
+        supported_tasks=engine.get_supported_tasks(),
+        resumable=is_piece,
+    )
+    group = parse_share_group(request.sampling_params.extra_args)
+    assert (group is None) == is_piece
 
 
 class FakeServer:

@@ -52,6 +52,10 @@ class FolderLock:
     def release(self) -> None:
         """Let another process have it, for good."""
         self._is_over = True
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Let another process have it; it may be taken again."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

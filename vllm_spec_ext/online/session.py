@@ -106,6 +106,7 @@ class _Ready:
     number: int
     weights: object
     serve: str | None  # why it is to be served at once; None = it is to be tried
+    order: int | None = None  # that is obeyed by it
 
 
 class OnlineSession:
@@ -191,9 +192,11 @@ class OnlineSession:
         ready, self._ready = self._ready, None
         if ready is not None:
             self._take(ready)
-        offered, self._offered = self._offered, None
-        if offered is not None:
-            self._take_over(offered)
+        if self._offered is not None:
+            with self._lock:
+                offered, self._offered = self._offered, None
+                if offered is not None:  # the thread may have withdrawn it
+                    self._take_over(offered)
         self._has_stepped = True
         if self._is_first:
             self._decide()
@@ -373,7 +376,7 @@ class OnlineSession:
 
     def _offer_lead(self) -> None:
         """Once the server that decided has ended; a server without requests waits."""
-        if self._offered is not None or not self._has_stepped or not self._may_lead():
+        if not self._has_stepped or not self._may_lead():
             return
         self._open_folder()
         state = self._former_state()
@@ -382,7 +385,16 @@ class OnlineSession:
         except SpecExtError as error:
             self._say(str(error))
             state, weights = state.model_copy(update={"serving": 0}), self._weights[0]
-        self._offered = _Lead(state, weights)
+        with self._lock:
+            if not self._is_first:
+                self._offered = _Lead(state, weights)
+
+    def _withdraw_lead(self) -> None:
+        """No step took it up: another server may have requests."""
+        with self._lock:
+            withdrawn, self._offered = self._offered, None
+        if withdrawn is not None and self._lead is not None:
+            self._lead.give_back()
 
     def _take_over(self, lead: _Lead) -> None:
         self._weights[lead.state.serving] = lead.weights
@@ -415,6 +427,8 @@ class OnlineSession:
         self._weights[ready.number] = ready.weights
         if ready.serve is not None:
             self._serve(ready.number, ready.serve)
+            if ready.order is not None:  # not before: the server may end without another step
+                self._set(obeyed=ready.order)
             return
         self._set(trying=ready.number, handled=max(ready.number, self._state.handled))
         self._trial.begin()
@@ -467,6 +481,7 @@ class OnlineSession:
                     continue
                 told = time.monotonic()
                 if not self._is_first and self._lead is not None:
+                    self._withdraw_lead()
                     self._offer_lead()
                     self._has_stepped = False
                 elif self._is_first:
@@ -496,13 +511,10 @@ class OnlineSession:
         if self._ready is not None:
             return
         if control.serial > self._state.obeyed:
-            self._set(obeyed=control.serial)
             if control.serve is not None:
-                newest = max(version_numbers(self._root), default=0)
-                self._set(handled=max(newest, self._state.handled))
-                weights = self._known_or_read(control.serve)
-                self._ready = _Ready(control.serve, weights, "it was ordered")
+                self._read_ordered(control.serve, control.serial)
                 return
+            self._set(obeyed=control.serial)
         state = self._state
         newest = max(version_numbers(self._root), default=0)
         if state.frozen or state.trying is not None or newest <= state.handled:
@@ -513,6 +525,16 @@ class OnlineSession:
             self._set(handled=max(newest, self._state.handled))
             self._judge(newest, False, f"refused: {error}", 0.0, 0.0)
             self._say(f"version {newest} is refused, {self._state.serving} goes on: {error}")
+
+    def _read_ordered(self, number: int, serial: int) -> None:
+        newest = max(version_numbers(self._root), default=0)
+        self._set(handled=max(newest, self._state.handled))
+        try:
+            weights = self._known_or_read(number)
+        except SpecExtError:
+            self._set(obeyed=serial)  # it will not become readable
+            raise
+        self._ready = _Ready(number, weights, "it was ordered", serial)
 
     def _follow(self) -> None:
         """Serve what the first replica serves."""

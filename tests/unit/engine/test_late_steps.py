@@ -154,6 +154,6 @@ def test_why_an_engine_waits(
     found = why_waiting(one, SimpleNamespace(**{**SETTINGS, **settings}))  # type: ignore[arg-type]
     assert (found is None) == (reason is None)
     line = scheduling(None, found)
-    assert (reason or "looked up on the device") in line
+    assert (reason or "made on the device") in line
     assert scheduling("asked for", found) == "synchronous scheduling (asked for)"
     assert "docs/gpu.md" in scheduling("asked for", found, may_be_async=True)

@@ -15,7 +15,13 @@ import pytest
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online import folder_lock
-from vllm_spec_ext.online.folder import EngineState, FolderFacts, read_record, write_record
+from vllm_spec_ext.online.folder import (
+    Control,
+    EngineState,
+    FolderFacts,
+    read_record,
+    write_record,
+)
 from vllm_spec_ext.online.session import OnlineSession, Origin
 from vllm_spec_ext.online.versions import drafter_hash, version_folder, write_version
 from vllm_spec_ext.options import OnlineOptions
@@ -245,6 +251,50 @@ def test_a_server_without_requests_takes_over_what_was_learned(
     state = read_record(root, EngineState)
     assert state is not None
     assert state.serving == 2
+
+
+def test_a_server_whose_requests_ended_leaves_the_folder_to_others(start: Start) -> None:
+    """It had one a moment ago, and took the folder to decide about it."""
+    first, _ = start(is_first=True)
+    idle, _ = start(is_first=True)
+    busy, _ = start(is_first=True)
+    idle.begin_step()
+    first.close()
+    until(lambda: idle._offered is not None)
+
+    def is_taken() -> bool:
+        busy.begin_step()
+        return busy.tap is not None
+
+    until(is_taken)
+    idle.begin_step()
+    assert idle.tap is None
+
+
+def test_an_order_to_an_idle_server_outlives_it(start: Start, tmp_path: Path) -> None:
+    root = tmp_path / "online"
+    server, _ = start(is_first=True)
+    publish(root, 1, b"one")
+    until(lambda: server._ready is not None)
+    server.begin_step()
+    server._serve(1, "it was better")
+    write_record(root, Control(serial=1, serve=0))
+    until(lambda: server._ready is not None)
+    server.close()
+    state = read_record(root, EngineState)
+    assert state is not None
+    assert (state.serving, state.obeyed) == (1, 0)
+    again, learner = start(is_first=True)
+    until(lambda: again._ready is not None)
+    again.begin_step()
+    assert (again.state.serving, again.state.obeyed, learner.used[-1]) == (0, 1, b"own")
+
+
+def test_an_order_that_cannot_be_obeyed_is_said_once(start: Start, tmp_path: Path) -> None:
+    server, _ = start(is_first=True)
+    write_record(tmp_path / "online", Control(serial=1, serve=7))
+    until(lambda: server.state.obeyed == 1)
+    assert server._ready is None
 
 
 def test_a_server_that_does_not_start_leaves_the_folder_to_others(

@@ -86,7 +86,9 @@ def _checking(original: Any) -> Any:
         # `params` is the request's own copy here; the caller's object stays as it was.
         if _is_unresolved(self, params):
             params.extra_args = _resolve(self, params, request.prompt_token_ids or [])
-        group = share_group(request.cache_salt, settings.share_unsalted)
+        # Of a session's later pieces vLLM keeps the first one's salt, and they need not say it.
+        shares = settings.share_unsalted and not request.resumable
+        group = share_group(request.cache_salt, shares)
         params.extra_args = with_facts(params.extra_args, group, is_session=request.resumable)
         return request
 
