@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_spec_ext.on_import import when_imported
 
 if TYPE_CHECKING:
-    from vllm.config.model import ModelConfig
-    from vllm.config.parallel import ParallelConfig
     from vllm.config.speculative import SpeculativeConfig
     from vllm.config.vllm import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -42,10 +40,12 @@ def wrap_arguments(module: ModuleType) -> None:
     """Wrap the two functions of the given module's ``EngineArgs``, once."""
     engine_args: type[EngineArgs] | None = getattr(module, "EngineArgs", None)
     original: Callable[..., Any] | None = getattr(engine_args, "create_speculative_config", None)
-    if engine_args is None or original is None:
+    around: Callable[..., Any] | None = getattr(engine_args, "create_engine_config", None)
+    if engine_args is None or original is None or around is None:
         logger.error(
-            "vllm-spec-ext: this vLLM has no EngineArgs.create_speculative_config; our methods are "
-            "not available. Run `vllm-spec doctor`, or set VLLM_PLUGINS to leave this plugin out."
+            "vllm-spec-ext: this vLLM has no EngineArgs.create_speculative_config, or no "
+            "create_engine_config; our methods are not available. Run `vllm-spec doctor`, or set "
+            "VLLM_PLUGINS to leave this plugin out."
         )
         return
     if getattr(original, _WRAPPED_BY, False):
@@ -53,24 +53,22 @@ def wrap_arguments(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def create_speculative_config(
-        self: "EngineArgs",
-        target_model_config: "ModelConfig",
-        target_parallel_config: "ParallelConfig",
+        self: "EngineArgs", *args: Any, **kwargs: Any
     ) -> "SpeculativeConfig | None":
         method = requested_method(self)
         if method is None:
             try:
-                return original(self, target_model_config, target_parallel_config)
+                return original(self, *args, **kwargs)
             except ValueError as error:
                 _explain_misspelt_method(error)
                 raise
         from vllm_spec_ext.engine.starting.spec_config import build_spec_config
 
-        return build_spec_config(self, method, target_model_config, target_parallel_config)
+        return build_spec_config(self, method, *args, **kwargs)
 
     setattr(create_speculative_config, _WRAPPED_BY, True)
     engine_args.create_speculative_config = create_speculative_config
-    engine_args.create_engine_config = _leaving_arguments(engine_args.create_engine_config)
+    engine_args.create_engine_config = _leaving_arguments(around)
 
 
 def _leaving_arguments(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ logger = logging.getLogger("vllm.spec_ext")
 DEFAULT_TREE_DEPTH = 12
 
 # Places in the array of settings that change from step to step.
+_SAVED_AFTER_S = 60.0
 _SHARED_HALF_LIFE = Lookup._fields.index("shared_half_life")
 _MIN_CONFIDENCE = len(Lookup._fields) + Search._fields.index("min_confidence")
 
@@ -95,6 +97,7 @@ class NgramDrafter:
                 logger.info("vllm-spec-ext: %s is read here, and not saved", path)
         self._saves = settings.overlay_file is not None and engine.may_write_files
         self._last_save = self.learner.shared_clock
+        self._saved_at = time.monotonic()
         self._saving: threading.Thread | None = None
         self._prepare(engine.num_speculative_tokens, engine.max_num_seqs, vocab_size)
         self._warm_up()
@@ -281,11 +284,14 @@ class NgramDrafter:
         """Between two steps the tables are copied; a disk that is slow holds no request up."""
         every = self.settings.overlay_save_every
         clock = self.learner.shared_clock
-        if not self._saves or not every or clock - self._last_save < every:
+        if not self._saves or not every or clock == self._last_save:
+            return
+        is_due = time.monotonic() - self._saved_at >= _SAVED_AFTER_S
+        if clock - self._last_save < every and not is_due:
             return
         if self._saving is not None and self._saving.is_alive():
             return
-        self._last_save = clock
+        self._last_save, self._saved_at = clock, time.monotonic()
         self._saving = threading.Thread(
             target=self._try_to_write,
             args=(overlay_copy(self.learner.shared),),

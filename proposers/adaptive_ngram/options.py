@@ -42,7 +42,9 @@ class AdaptiveNgramOptions(MethodOptions):
     ``{replica}``: each saves a file of its own, and reads the one where it says ``merged``."""
 
     overlay_save_every: int = Field(default=200_000, ge=0)
-    """Tokens learned between two saves of ``overlay_file``; 0 saves at exit only."""
+    """Tokens learned between two saves of ``overlay_file``, which is also saved a minute after
+    the last time if anything was learned; 0 saves at exit only, which workers on Ray have none
+    of: it kills them."""
 
     tree: bool = True
     """Draft branches; ``false`` drafts the single greedy path."""

@@ -34,18 +34,20 @@ _WORD = (1 << 21) - 1
 
 def file_to_read(overlay_file: str) -> Path:
     """Where a replica finds what was learned before."""
-    return Path(overlay_file.replace(REPLICA, MERGED))
+    return Path(overlay_file.replace(REPLICA, MERGED)).expanduser()
 
 
 def file_to_save(overlay_file: str) -> Path:
     """Where this process saves; another process, here or on another machine, elsewhere."""
-    return Path(overlay_file.replace(REPLICA, f"{socket.gethostname()}-{os.getpid()}"))
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    return Path(overlay_file.replace(REPLICA, name)).expanduser()
 
 
 def merge_overlays(paths: Sequence[Path], out: Path) -> int:
     """Write one overlay that knows what all of them know; returns its number of contexts.
 
-    Weights of a successor add up. What was learned lately stays the youngest.
+    A successor has the largest of its weights: replicas that started from a merged file say again
+    what that one knew. What was learned lately stays the youngest.
 
     approximation: successors of one context get the age of the youngest file that has it, so older
     observations of it count as if they were as young.
@@ -111,7 +113,7 @@ def _collect(
         known = contexts.setdefault(context, {})
         for token, weight in zip(tensors["tokens"][row], tensors["weights"][row], strict=True):
             if weight > 0:
-                known[int(token)] = known.get(int(token), 0.0) + float(weight)
+                known[int(token)] = max(known.get(int(token), 0.0), float(weight))
 
 
 def _insert(pool: OverlayPool, context: tuple[int, int], known: dict[int, float], age: int) -> None:

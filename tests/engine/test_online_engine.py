@@ -26,6 +26,8 @@ from scenarios import PROMPTS, SCENARIOS
 from test_blockwise_engine import save_random_heads
 from tiny_engine import start_engine
 
+from vllm_spec_ext.engine.starting.online_checks import check_online
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.folder import (
     Control,
     EngineState,
@@ -34,6 +36,8 @@ from vllm_spec_ext.online.folder import (
 )
 from vllm_spec_ext.online.sample_files import SAMPLES, shards
 from vllm_spec_ext.online.versions import version_folder
+from vllm_spec_ext.options import MethodOptions, OnlineOptions
+from vllm_spec_ext.proposers.blockwise import Blockwise
 from vllm_spec_ext.proposers.blockwise.heads import CONFIG_NAME, WEIGHTS_NAME
 
 HEADS = 3
@@ -277,6 +281,12 @@ def test_bad_options_are_refused(
         given |= {"method": "blockwise", "model": str(heads), "num_speculative_tokens": HEADS}
     with pytest.raises(ValueError, match=message):
         start_engine(tiny_model, speculative_config=given)
+
+
+def test_a_relative_folder_is_refused_where_rays_workers_run() -> None:
+    online, nothing = OnlineOptions(folder="learned"), MethodOptions()
+    with pytest.raises(SpecExtError, match="folder 'learned', expected an absolute path"):
+        check_online(online, "blockwise", Blockwise, nothing, True, on_ray=True)
 
 
 def test_a_folder_of_other_heads_is_refused(

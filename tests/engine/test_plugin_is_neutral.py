@@ -64,13 +64,15 @@ def test_registering_twice_wraps_once() -> None:
     assert not getattr(once.__wrapped__, "_spec_ext_wrapped", False)
 
 
-def test_vllm_without_the_hook_logs_once_and_is_left_alone(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("has", [(), ("create_speculative_config",), ("create_engine_config",)])
+def test_vllm_without_the_hooks_logs_once_and_is_left_alone(
+    has: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     from types import ModuleType
 
     module = ModuleType("vllm.engine.arg_utils")
-    module.EngineArgs = type("EngineArgs", (), {})  # type: ignore[attr-defined]
+    theirs = dict.fromkeys(has, print)
+    module.EngineArgs = type("EngineArgs", (), theirs)  # type: ignore[attr-defined]
     with caplog.at_level("ERROR", logger="vllm.spec_ext"):
         plugin.logger.addHandler(caplog.handler)
         try:
@@ -80,7 +82,7 @@ def test_vllm_without_the_hook_logs_once_and_is_left_alone(
     messages = {record.getMessage() for record in caplog.records}
     assert len(messages) == 1
     assert "no EngineArgs.create_speculative_config" in messages.pop()
-    assert not vars(module.EngineArgs).get("create_speculative_config")
+    assert all(getattr(module.EngineArgs, name) is print for name in has)
 
 
 def test_register_never_raises(

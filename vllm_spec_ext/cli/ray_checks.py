@@ -122,7 +122,7 @@ def node_checks(address: str) -> list[Check]:
     if installed_version("ray") is None:
         raise SpecExtError(f"found no Ray, expected it for --ray; fix: {INSTALL}")
     here = {name: installed_version(name) for name in ("vllm-spec-ext", "ray")}
-    here["vllm"] = compat.vllm_version()
+    here["vllm"] = (compat.vllm_version() or "").partition("+")[0]
     return [check_node(node, found, here) for node, found in _ask_nodes(address)]
 
 
@@ -136,6 +136,11 @@ def _ask_nodes(address: str) -> Iterator[tuple[str, dict[str, str | None]]]:
         raise SpecExtError(
             f"found no Ray cluster at {address!r}: {error}; expected a running one; fix: give its "
             "address, or start one with `ray start --head`"
+        ) from error
+    except RuntimeError as error:
+        raise SpecExtError(
+            f"cannot join the Ray cluster at {address!r}: {error}; fix: the same Ray and Python "
+            "here as there"
         ) from error
 
     # Inside a function, so that it travels by value to nodes without this package.
@@ -182,7 +187,8 @@ def check_node(node: str, found: Mapping[str, str | None], here: Mapping[str, st
     fix = "install the same packages on all nodes: in the image, or by runtime_env (pip or uv)"
     for package, version in here.items():
         if found[package] is None:
-            return Check(name, "broken", f"no {package}, expected {version}", fix)
+            problem = f"no {package}, expected {version} (what a runtime_env brings is not seen)"
+            return Check(name, "broken", problem, fix)
         if found[package] != version:
             return Check(name, "broken", f"{package} {found[package]}, here it is {version}", fix)
     plugins = found["VLLM_PLUGINS"]

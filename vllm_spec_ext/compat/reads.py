@@ -81,8 +81,15 @@ CLASSES: tuple[Reads, ...] = (
             "attention_config": "AttentionConfig",
             "quant_config": "object | None",
             "lora_config": "object | None",
+            "load_config": "LoadConfig",
             "use_v2_model_runner": "bool",
         },
+    ),
+    Reads(
+        "vllm.config.load",
+        "LoadConfig",
+        "where the target was downloaded to, for a trainer",
+        {"download_dir": "str | None"},
     ),
     Reads(
         "vllm.config.speculative",
@@ -104,6 +111,7 @@ CLASSES: tuple[Reads, ...] = (
         "facts about the target, and kinds of model that we must refuse",
         {
             "model": "str",
+            "revision": "str | None",
             "dtype": "object",
             "runner_type": "str",
             "is_encoder_decoder": "bool",
@@ -155,6 +163,7 @@ CLASSES: tuple[Reads, ...] = (
         "worker_cls, the official option that selects our worker; ranks; what we must refuse",
         {
             "worker_cls": "str",
+            "distributed_executor_backend": "str | type | None",
             "rank": "int",
             "tensor_parallel_size": "int",
             "data_parallel_size": "int",

@@ -41,16 +41,17 @@ class SpecWorkerMixin:
             cast("SpecRunnerV2Mixin", self.model_runner).start_late_drafts()
 
     def sleep(self, level: int = 1) -> None:
-        """Refuse to discard the weights of draft models: nobody would load them again.
+        """Refuse to discard the weights of draft models and heads: nobody would load them again.
 
         Raises:
-            SpecExtError: Level 2, beside draft models.
+            SpecExtError: Level 2, beside such.
         """
-        if level > 1 and self.model_runner.drafter.models:
+        drafter = self.model_runner.drafter
+        if level > 1 and (drafter.models or drafter.needs.hidden_states):
             raise SpecExtError(
-                f"sleep: found level {level} beside draft models, whose weights it discards and "
-                "nothing loads again; expected level 1. vLLM has paused the engine by now, and "
-                "goes on when it is woken up (/wake_up)"
+                f"sleep: found level {level} beside draft models or heads, whose weights it "
+                "discards and nothing loads again; expected level 1. vLLM has paused the engine by "
+                "now, and goes on when it is woken up (/wake_up)"
             )
         super().sleep(level)  # type: ignore[misc]
 

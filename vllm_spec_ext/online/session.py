@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -97,6 +97,35 @@ class _Lead:
 
     state: EngineState
     weights: object  # of the version that it served
+
+
+# By which vLLM binds a CPU worker's threads to cores of their own (0.32 OMPProcessManager).
+_PINNING = (
+    "OMP_NUM_THREADS",
+    "OMP_PLACES",
+    "OMP_PROC_BIND",
+    "GOMP_CPU_AFFINITY",
+    "KMP_AFFINITY",
+)
+
+
+@contextlib.contextmanager
+def _on_all_cores() -> Iterator[None]:
+    """What this thread starts meanwhile may run where the worker's parent may.
+
+    A CPU worker is bound to the cores that it computes on. A trainer there would share exactly
+    these, and leave the one alone that vLLM keeps free for other processes.
+    """
+    own = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, own | os.sched_getaffinity(os.getppid()))
+    except OSError:  # cores of another container
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 @dataclass(frozen=True)
@@ -362,12 +391,13 @@ class OnlineSession:
         self._wants_trainer = False
         command = [sys.executable, "-m", "vllm_spec_ext.online.trainer", str(self._root)]
         try:
-            with open(self._root / "trainer.log", "ab") as log:
+            with open(self._root / "trainer.log", "ab") as log, _on_all_cores():
                 self._trainer = subprocess.Popen(
                     [*command, "--parent", str(os.getpid())],
                     stdout=log,
                     stderr=log,
                     stdin=subprocess.DEVNULL,
+                    env={name: value for name, value in os.environ.items() if name not in _PINNING},
                 )
         except OSError as error:  # a full disk
             logger.warning("vllm-spec-ext: online: no trainer was started: %s", error)

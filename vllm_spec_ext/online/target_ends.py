@@ -85,6 +85,24 @@ def read_ends(model: str, device: torch.device) -> TargetEnds:
     return TargetEnds(embedding, projection, None if bias is None else read(bias))
 
 
+def where_it_is(model: str, revision: str | None, cache: str | None) -> str:
+    """Name or folder from which a trainer reads the weights that an engine has loaded.
+
+    Args:
+        model: The engine's name of it.
+        revision: On the Hugging Face Hub; None = the newest.
+        cache: Where it was downloaded to; None = where all models are.
+    """
+    if (revision is None and cache is None) or Path(model).expanduser().is_dir():
+        return model
+    from huggingface_hub import snapshot_download
+
+    try:  # it is there: the engine has read it
+        return snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+    except Exception:  # read from elsewhere than the Hub
+        return model
+
+
 def _local_folder(model: str) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():

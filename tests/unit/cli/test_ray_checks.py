@@ -109,3 +109,18 @@ def test_no_ray_or_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(SpecExtError, match="found no Ray cluster at 'auto': nobody there"):
         ray_checks.node_checks("auto")
+
+    def differ(**arguments: object) -> None:
+        raise RuntimeError("Version mismatch")
+
+    monkeypatch.setattr(ray, "init", differ)
+    with pytest.raises(SpecExtError, match="Version mismatch; fix: the same Ray and Python"):
+        ray_checks.node_checks("auto")
+
+
+def test_a_build_of_this_vllm_is_the_nodes_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_checks.compat, "vllm_version", lambda: "0.32.0+cu129")
+    monkeypatch.setattr(ray_checks, "installed_version", HERE.get)
+    there = {**HERE, "VLLM_PLUGINS": None}
+    monkeypatch.setattr(ray_checks, "_ask_nodes", lambda address: [("10.0.0.7", there)])
+    assert [check.status for check in ray_checks.node_checks("auto")] == ["ok"]

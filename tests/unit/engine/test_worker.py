@@ -8,6 +8,7 @@ import pytest
 
 from vllm_spec_ext.engine.worker import SpecWorkerMixin
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.base import Needs
 
 
 class Base:
@@ -16,7 +17,7 @@ class Base:
         self.use_v2_model_runner = v2
         start = lambda: self.called.append("late drafts")  # noqa: E731
         self.model_runner: Any = SimpleNamespace(
-            drafter=SimpleNamespace(models=models), start_late_drafts=start
+            drafter=SimpleNamespace(models=models, needs=Needs()), start_late_drafts=start
         )
 
     def sleep(self, level: int = 1) -> None:
@@ -37,6 +38,10 @@ def test_deep_sleep_would_lose_the_weights_of_draft_models() -> None:
         worker.sleep(level=2)
     assert worker.called == [1]
     other = Worker([], v2=True)
+    other.model_runner.drafter.needs = Needs(hidden_states=True)
+    with pytest.raises(SpecExtError, match="draft models or heads"):
+        other.sleep(level=2)
+    other.model_runner.drafter.needs = Needs()
     other.sleep(2)
     assert other.called == [2]
 

@@ -5,10 +5,12 @@ import errno
 import fcntl
 import logging
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,6 +297,33 @@ def test_an_order_that_cannot_be_obeyed_is_said_once(start: Start, tmp_path: Pat
     write_record(tmp_path / "online", Control(serial=1, serve=7))
     until(lambda: server.state.obeyed == 1)
     assert server._ready is None
+
+
+def test_the_trainer_is_not_bound_to_the_engines_cores(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM binds a CPU worker to the cores that it computes on, by its environment, too."""
+    own, found = os.sched_getaffinity(0), dict[str, Any]()
+
+    def popen(command: list[str], **given: Any) -> Any:
+        found.update(env=given["env"], cores=os.sched_getaffinity(0), command=command)
+        return SimpleNamespace(
+            poll=lambda: None, terminate=lambda: None, wait=lambda timeout: 0, pid=1
+        )
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setenv("OMP_PLACES", "{0}")
+    monkeypatch.setenv("OF_THE_USER", "1")
+    bound = {min(own)}
+    os.sched_setaffinity(0, bound)
+    try:
+        start(is_first=True, start_trainer=True)
+        assert os.sched_getaffinity(0) == bound
+    finally:
+        os.sched_setaffinity(0, own)
+    assert found["cores"] >= os.sched_getaffinity(os.getppid())
+    assert "OMP_PLACES" not in found["env"]
+    assert found["env"]["OF_THE_USER"] == "1"
 
 
 def test_a_server_that_does_not_start_leaves_the_folder_to_others(

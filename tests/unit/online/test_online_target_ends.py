@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.online.target_ends import read_ends
+from vllm_spec_ext.online.target_ends import read_ends, where_it_is
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,3 +49,25 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         read_ends(str(tmp_path / "model"), torch.device("cpu"))
     with pytest.raises(SpecExtError, match="cannot read the configuration"):
         read_ends(str(tmp_path / "nothing"), torch.device("cpu"))
+
+
+def test_a_revision_is_read_where_the_engine_found_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def find(model: str, **given: Any) -> str:
+        asked.append({"model": model, **given})
+        if given["revision"] == "gone":
+            raise FileNotFoundError(model)
+        return "snapshot"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", find)
+    assert where_it_is("org/model", None, None) == "org/model"
+    assert where_it_is(str(tmp_path), "v2", None) == str(tmp_path)
+    assert not asked
+    assert where_it_is("org/model", "v2", "cache") == "snapshot"
+    assert asked == [
+        {"model": "org/model", "revision": "v2", "cache_dir": "cache", "local_files_only": True}
+    ]
+    assert where_it_is("org/model", "gone", None) == "org/model"

@@ -26,6 +26,7 @@ from vllm_spec_ext.engine.watching.counts import WorkerCounts
 from vllm_spec_ext.engine.watching.source_counters import SourceCounter
 from vllm_spec_ext.environment import READ_ONLY, is_set
 from vllm_spec_ext.online.session import OnlineSession, Origin
+from vllm_spec_ext.online.target_ends import where_it_is
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
@@ -373,7 +374,7 @@ class Drafter:
         assert isinstance(proposer, Learns)
         origin = Origin(
             method=settings.method,
-            target=self._engine.model,
+            target=self._target_name(),
             vocab_size=self._engine.vocab_size,
             folder=proposer.drafter_folder(settings.options),
             files=proposer.drafter_files(settings.options),
@@ -382,3 +383,9 @@ class Drafter:
         first = self._is_first_process
         self.online = OnlineSession(settings.online, origin, proposer, is_first=first, fresh=fresh)
         self._close_online = weakref.finalize(self, self.online.close)
+
+    def _target_name(self) -> str:
+        """From which a trainer reads."""
+        config = self._vllm_config
+        revision, cache = config.model_config.revision, config.load_config.download_dir
+        return where_it_is(self._engine.model, revision, cache)

@@ -18,8 +18,18 @@ def check_online(
     proposer: "type[BaseProposer]",
     options: MethodOptions,
     share_unsalted: bool,
+    *,
+    on_ray: bool = False,
 ) -> None:
     """Refuse what would record nothing, and a folder of another drafter.
+
+    Args:
+        online: What was asked for.
+        method: That learns.
+        proposer: Its class.
+        options: Its options.
+        share_unsalted: As resolved for this engine.
+        on_ray: Workers are Ray's, and so is their working directory.
 
     Raises:
         SpecExtError: With what to change.
@@ -30,5 +40,10 @@ def check_online(
             "without a cache_salt, unless the operator says so. If its clients may train one "
             'drafter, add "share_unsalted": true (requests without a salt) or '
             '"record": "all" to online (all requests)'
+        )
+    if on_ray and not folder_path(online).is_absolute():
+        raise SpecExtError(
+            f"online: found the folder {online.folder!r}, expected an absolute path: Ray's workers "
+            "have a working directory of their own"
         )
     check_folder(folder_path(online), method, drafter_hash(proposer.drafter_files(options)))

@@ -246,7 +246,14 @@ def build_spec_config(
     proposer = registry.load(method)
     proposer.check(parsed.options, facts)
     if parsed.online is not None:
-        check_online(parsed.online, method, proposer, parsed.options, share_unsalted)
+        check_online(
+            parsed.online,
+            method,
+            proposer,
+            parsed.options,
+            share_unsalted,
+            on_ray=target_parallel_config.distributed_executor_backend == "ray",
+        )
     all_views = proposer.views(parsed.options)
     views = wanted_views(all_views)
     check_views(views, method, engine_args, target_model_config, target_parallel_config)

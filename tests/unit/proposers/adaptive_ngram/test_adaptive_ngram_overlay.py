@@ -239,7 +239,7 @@ def test_overlays_of_replicas_become_one(tmp_path: Path) -> None:
     assert merge_overlays([one, two], merged) == 15
     pool, slot = make_pool()
     load_overlay(merged, pool, "sha256:a", V)
-    assert row_of(pool, slot, 1, 2) == {3: 2.0, 4: 1.0}
+    assert row_of(pool, slot, 1, 2) == {3: 1.0, 4: 1.0}
     assert row_of(pool, slot, 7, 8) == {9: 1.0}
     clock = pool.arrays.clocks[slot]
     assert clock == 11
@@ -248,7 +248,29 @@ def test_overlays_of_replicas_become_one(tmp_path: Path) -> None:
     ]
     assert ages == [0, 0]  # as in the file where each is youngest
     assert teach(pool, slot, [1, 2, 3]) == 2  # it goes on learning
-    assert row_of(pool, slot, 1, 2)[3] == 3.0
+    assert row_of(pool, slot, 1, 2)[3] == 2.0
+
+
+def test_what_replicas_started_from_is_not_learned_again(tmp_path: Path) -> None:
+    """Round by round they start from what was merged, and are merged."""
+    merged = saved(tmp_path / "merged", [1, 2, 3, 1, 2, 4])
+    for _ in range(3):
+        replicas = []
+        for name in ("one", "two"):
+            pool, slot = make_pool()
+            load_overlay(merged, pool, "sha256:a", V)
+            save_overlay(tmp_path / name, pool, "sha256:a", V)
+            replicas.append(tmp_path / name)
+        merge_overlays(replicas, merged)
+    pool, slot = make_pool()
+    load_overlay(merged, pool, "sha256:a", V)
+    assert row_of(pool, slot, 1, 2) == {3: 1.0, 4: 1.0}
+
+
+def test_a_home_folder_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert file_to_read("~/{replica}.overlay") == tmp_path / "merged.overlay"
+    assert file_to_save("~/mine.overlay") == tmp_path / "mine.overlay"
 
 
 def test_the_youngest_stay_where_a_bucket_is_full(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 import logging
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,25 @@ def test_one_process_of_a_deployment_writes_the_file(
     assert path.read_bytes() == saved
     first.close()
     assert path.exists()
+
+
+def test_what_was_learned_is_saved_by_the_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers may be killed without a word."""
+    path, now = tmp_path / "overlay.safetensors", time.monotonic()
+    proposer = started(overlay_file=str(path))
+    drafts(proposer, request("u", UNSALTED, 10))
+    assert proposer.drafter._saving is None
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    drafts(proposer, request("v", UNSALTED, 10))
+    assert proposer.drafter._saving is not None
+    proposer.drafter._saving.join()
+    assert path.exists()
+    proposer.drafter._saving = None
+    monkeypatch.setattr(time, "monotonic", lambda: now + 200)
+    drafts(proposer)
+    assert proposer.drafter._saving is None, "nothing was learned"
 
 
 def test_a_server_whose_requests_share_nothing(
