@@ -324,6 +324,18 @@ def test_blocks_that_are_hit_in_the_step_that_fills_them() -> None:
         model.forget(["a", "b"])
 
 
+def test_what_stands_in_front_of_a_picture_is_written_for_others() -> None:
+    """vLLM's prefix cache gives it to prompts without one, whose states nobody has any more."""
+    model = block_model(with_states())
+    shown, text = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9]
+    model.begin_step([replace(batch_row(shown, 0, [3, 4, 5], "p"), num_ids=6)])
+    assert model.predict([request_step(shown, "p")], [0], 2, 1) == [None]
+    model.end_step(True)
+    model.begin_step([batch_row(text, BLOCK, [3, 7])])
+    assert model.predict([request_step(text)], [0], 2, 1) != [None]
+    model.end_step(True)
+
+
 def test_no_room_no_ids_no_position_no_draft() -> None:
     model = block_model(with_states(60), scratch=0)
     tokens = list(range(BLOCK))
@@ -337,7 +349,7 @@ def test_no_room_no_ids_no_position_no_draft() -> None:
     model.begin_step([batch_row(long, 0, blocks)])
     assert model.predict([request_step(long)], [0], 2, 1) == [None]
     model.end_step(True)
-    model.begin_step([replace(batch_row(tokens, 0, [20, 21], "c"), has_ids=False)])
+    model.begin_step([replace(batch_row(tokens, 0, [20, 21], "c"), num_ids=0)])
     assert model.predict([request_step(tokens, "c")], [0], 2, 1) == [None]
 
 

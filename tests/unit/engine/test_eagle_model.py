@@ -7,6 +7,7 @@ has to leave out.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,6 +168,24 @@ def test_a_request_with_a_gap_gets_no_drafts_and_others_do() -> None:
     assert trunk.length == 5
     model.end_step(True)
     assert not trunk.alive
+
+
+def test_what_stands_in_front_of_a_picture_is_read_for_others() -> None:
+    """vLLM's prefix cache gives it to prompts without one, whose states nobody has any more."""
+    toy = ToyHead(1, BLOCKS + SCRATCH, BLOCK)
+    model = head_model(toy)
+    toy.target_rows = {row: np.zeros(6) for row in range(9)}
+    shown, text = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9]
+    model.begin_step([replace(batch_row(shown, 0, [3, 4, 5], "p"), num_ids=6)])
+    assert model.sync([request_step(shown, "p")], [0]) == [None]
+    model.end_step(True)
+    toy.outputs = []
+    model.begin_step([batch_row(text, BLOCK, [3, 7])])
+    assert model.sync([request_step(text)], [0]) != [None]
+    model.end_step(True)
+    # Not what is read with the picture's first token, which stands at place 6.
+    model.forget(["p"])
+    assert model.blocks.leading(np.array([3, 4, 5], np.int32), 9, 0) == 5
 
 
 def test_blocks_that_are_hit_in_the_step_that_fills_them() -> None:

@@ -303,7 +303,7 @@ def test_requests_that_a_model_cannot_follow() -> None:
     toy = ToyModel(1, BLOCKS + SCRATCH, BLOCK)
     model = hosted(toy)
     row, request = one_request([1, 2, 3], [1])
-    model.begin_step([BatchRow("a", row.blocks, row.tokens, False, has_ids=False)])
+    model.begin_step([BatchRow("a", row.blocks, row.tokens, False, num_ids=0)])
     assert model.sync([request], [0]) == [None]
     model.begin_step([])
     assert model.sync([request], [0]) == [None]
@@ -346,4 +346,22 @@ def test_times_grow_with_rows() -> None:
     assert sixteen is not None
     assert one == pytest.approx(0.010, rel=0.01)
     assert one < four < eight == pytest.approx(0.017, rel=0.4)
-    assert sixteen == pytest.approx(2 * eight)
+    assert sixteen == pytest.approx(eight + (eight - one) * 8 / 7)
+    assert times.estimate(32) is None
+
+
+def test_a_jump_in_rows_is_tried() -> None:
+    """A pass that is bound by weights takes as long: ten times as long would never be run."""
+    times = ForwardTimes()
+    for rows in (1, 2, 3, 5):
+        for _ in range(3):
+            times.observe(rows, 0.001)
+    assert times.estimate(15) == pytest.approx(0.001)
+    assert times.estimate(64) is None
+    for _ in range(2):
+        times.observe(64, 0.0012)
+    assert times.estimate(64) == pytest.approx(0.0012)
+    alone = ForwardTimes()
+    for _ in range(2):
+        alone.observe(1, 0.001)
+    assert alone.estimate(3) == pytest.approx(0.003)

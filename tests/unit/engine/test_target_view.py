@@ -282,7 +282,7 @@ def test_an_empty_pass_runs_nothing() -> None:
 def test_requests_that_cannot_take_part() -> None:
     """A prompt without token ids, and a request that is not of the step."""
     view, books, requests = one_view(SPECS["stream"], 30)
-    row = BatchRow("a", np.arange(1, 9, dtype=np.int32), requests[0].token_ids, False, False)
+    row = BatchRow("a", np.arange(1, 9, dtype=np.int32), requests[0].token_ids, False, 0)
     books.begin_step([row])
     assert view.begin(requests, [0]).rows == []
     books.begin_step([])

@@ -53,12 +53,16 @@ def test_only_requests_that_read_what_came_before_have_rows_repeated() -> None:
     assert layout.drafted[12:].tolist() == [-1, 7, 8, 9, 10, 11]
 
 
+def picture(offset: int) -> Any:
+    return SimpleNamespace(mm_position=SimpleNamespace(offset=offset))
+
+
 def new(
     request_id: str,
     tokens: list[int],
     prompt: int,
     blocks: list[int],
-    pictures: tuple[str, ...] = (),
+    pictures: tuple[Any, ...] = (),
 ) -> Any:
     return SimpleNamespace(
         req_id=request_id,
@@ -109,7 +113,7 @@ def test_rows_of_draft_models() -> None:
         scheduled(
             [
                 new("long", prompt, 10, [1, 2, 3]),
-                new("seen", [5, 6, 7], 3, [4], pictures=("one",)),
+                new("seen", [5, 6, 7], 3, [4], pictures=(picture(2), picture(1))),
                 new("old", [30, 31, 32], 3, [6]),
             ],
             {},
@@ -126,7 +130,7 @@ def test_rows_of_draft_models() -> None:
     known.append(step.request_ids, new_tokens)
     long, seen, old = batch_rows(known, step, [2, 0, 3], new_tokens, group=0)
     assert (long.is_prefill, seen.is_prefill, old.is_prefill) == (True, False, False)
-    assert (long.has_ids, seen.has_ids, old.has_ids) == (True, False, True)
+    assert (long.num_ids, seen.num_ids, old.num_ids) == (None, 1, None)
     assert long.tokens.tolist() == prompt[:6]
     assert long.following is not None
     assert long.following.tolist() == prompt[1:7]  # the token behind the piece is known

@@ -9,7 +9,8 @@ from vllm_spec_ext.engine.models.hosted_model import BatchRow
 from vllm_spec_ext.engine.models.target_states import state_rows
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
     from vllm_spec_ext.engine.runner import SpecRunnerMixin
     from vllm_spec_ext.engine.step import Step
@@ -64,6 +65,13 @@ def block_events(
     return events
 
 
+def leading_ids(request: "CachedRequestState | NewRequestData") -> int | None:
+    """Tokens of a prompt in front of the first that has no id; None: all have one."""
+    if request.prompt_embeds is not None:
+        return 0
+    return min((feature.mm_position.offset for feature in request.mm_features), default=None)
+
+
 def batch_rows(
     runner: "SpecRunnerMixin",
     step: "Step",
@@ -97,7 +105,7 @@ def batch_rows(
                 table.block_table.np[row, : table.num_blocks_per_row[row]],
                 batch.token_ids_cpu[row, :end],
                 is_prefill,
-                state.prompt_embeds is None and not state.mm_features,
+                leading_ids(state),
                 computed,
                 # Of an unfinished prompt the token behind the chunk is known, else it is the last.
                 batch.token_ids_cpu[row, 1 : end + is_prefill],

@@ -248,12 +248,15 @@ class BlockModel:
         return seconds
 
     def _context_part(self, row: BatchRow) -> Part | None:
-        """What to write of a request; marks it as filled. None: nothing, or it has a gap."""
+        """What to write of a request; marks it as filled. None: nothing, or it has a gap.
+
+        Tokens without ids, too: what is written is made of the target's states alone.
+        """
         assert row.state_rows is not None
         room = min(len(row.blocks) * self._block_size, self.max_model_len)
         end = min(row.computed + len(row.state_rows), room)
         start = self._filled(row, end)
-        if not row.has_ids or start >= end or start < row.computed:
+        if start >= end or start < row.computed:
             return None
         self.blocks.fill(row.blocks, start, end)
         self._known[row.request_id] = end

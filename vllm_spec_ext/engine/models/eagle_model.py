@@ -127,9 +127,7 @@ class EagleModel(HostedModel):
         trunks: dict[str, PagedBranch] = {}
         num_prompt_rows = 0
         for row in self._rows.values():
-            if not row.has_ids:
-                continue
-            index = indices.get(row.request_id)
+            index = indices.get(row.request_id) if row.has_ids else None
             part = self._row_part(row, index)
             if part is None:
                 continue
@@ -153,6 +151,10 @@ class EagleModel(HostedModel):
         """What to read of a request; marks it as filled. None: nothing, or it has a gap."""
         assert row.state_rows is not None
         end = min(len(row.tokens), row.computed + len(row.state_rows), self.max_model_len)
+        if row.num_ids is not None:
+            # What stands in front of a picture may be in other prompts, too. The states of a
+            # position are read with the token behind it.
+            end = min(end, row.num_ids - 1)
         start = self._recognise(row)
         if index is not None and end == len(row.tokens):
             start = min(start, end - 1)  # one at least, for its logits

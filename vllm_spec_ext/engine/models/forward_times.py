@@ -34,16 +34,19 @@ class ForwardTimes:
         self._classes[key] = rows + weight * (num_rows - rows), usual + weight * (seconds - usual)
 
     def estimate(self, num_rows: int) -> float | None:
-        """Seconds of a pass with this many rows; None before two like it were measured.
+        """Seconds of a pass with this many rows; None before two about like it were measured.
 
-        Between classes it is interpolated; no pass takes less than a smaller one, and beyond the
-        largest one seconds grow with the rows.
+        Between classes it is interpolated; no pass takes less than a smaller one. In the next one
+        above the largest seconds grow with the rows as they did last. Beyond that nothing is known:
+        a pass that is bound by the model's weights takes as long with ten times the rows, and who
+        foresaw ten times its time would never run it.
         """
-        if not self._classes:
+        if not self._classes or num_rows.bit_length() > max(self._classes) + 1:
             return None
         known = [self._classes[key] for key in sorted(self._classes)]
         rows = np.array([row for row, _ in known])
         seconds = np.maximum.accumulate([second for _, second in known])
         if num_rows > rows[-1]:
-            return float(seconds[-1] * num_rows / rows[-1])
+            slope = np.diff(seconds[-2:]) / np.diff(rows[-2:]) if len(rows) > 1 else seconds / rows
+            return float(seconds[-1] + slope[0] * (num_rows - rows[-1]))
         return float(np.interp(num_rows, rows, seconds))

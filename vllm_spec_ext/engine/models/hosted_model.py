@@ -51,11 +51,17 @@ class BatchRow:
     tokens: NDArray[np.int32]  # certain ones that its blocks are meant for; of an unfinished
     # prompt those up to the end of this step's chunk, else all, the bonus token too
     is_prefill: bool  # it got no token in this step
-    has_ids: bool = True  # False: part of its prompt has no token ids (embeddings, pictures)
+    num_ids: int | None = None  # leading tokens that have ids, of a prompt with others (embeddings,
+    # pictures); None: all do
     computed: int = 0  # tokens whose KV the target had before the step
     following: NDArray[np.int32] | None = None  # the token behind each one that the target has read
     state_rows: NDArray[np.int64] | None = None  # EAGLE: of the tokens from `computed` on, the rows
     # of the target's step that have their hidden states
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether all its tokens do."""
+        return self.num_ids is None
 
 
 @dataclass

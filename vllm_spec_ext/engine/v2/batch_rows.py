@@ -56,7 +56,7 @@ def batch_rows(
                 known.blocks(request_id, group),
                 tokens[:end],
                 is_prefill,
-                known.has_ids(request_id),
+                known.num_ids(request_id),
                 computed[row],
                 # Of an unfinished prompt the token behind the chunk is known, else it is the last.
                 tokens[1 : end + is_prefill],

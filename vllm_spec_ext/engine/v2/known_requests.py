@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_spec_ext.engine.models.batch_events import leading_ids
 from vllm_spec_ext.engine.requests.state import KnownRequest
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class _Request:
         self.tokens = _Growing(new.prefill_token_ids)
         self.num_prompt_tokens = int(new.prompt_len)
         self.params: SamplingParams = new.sampling_params
-        self.has_ids = new.prompt_embeds is None and not new.mm_features
+        self.num_ids = leading_ids(new)
         self.blocks = [_Growing(blocks) for blocks in new.block_ids]
 
 
@@ -101,9 +102,9 @@ class KnownRequests:
         """Verified tokens of a request, the prompt included."""
         return len(self._requests[request_id].tokens.view)
 
-    def has_ids(self, request_id: str) -> bool:
-        """Whether all of a request's prompt has token ids: no embeddings, no pictures."""
-        return self._requests[request_id].has_ids
+    def num_ids(self, request_id: str) -> int | None:
+        """Leading tokens that have ids, of a prompt with embeddings or pictures; None: all do."""
+        return self._requests[request_id].num_ids
 
     def blocks(self, request_id: str, group: int = 0) -> NDArray[np.int32]:
         """[n] ids of a request's KV blocks of a KV group."""
