@@ -60,10 +60,6 @@ class ViewRound(Protocol):
     def rooms(self) -> Sequence[int]:
         """Of each, the most tokens that it can read behind its certain ones, at most its room."""
 
-    @property
-    def partial(self) -> Sequence[bool]:
-        """Of each, whether anything is hidden; if not, a pass computes what the target would."""
-
     def run(self, tokens: Sequence[Sequence[int]]) -> "torch.Tensor":
         """Read more tokens, in one forward pass.
 

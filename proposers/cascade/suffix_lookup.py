@@ -8,9 +8,10 @@ nothing of it, so it may be shown what is not verified.
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import (
@@ -34,6 +35,14 @@ class NgramOptions(MethodOptions):
 
     min_ngram: int = Field(default=1, ge=1, le=64)
     """Shortest suffix that counts as found."""
+
+    @model_validator(mode="after")
+    def _check_ngrams(self) -> Self:
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(
+                f"min_ngram={self.min_ngram} is above max_ngram={self.max_ngram}; lower min_ngram"
+            )
+        return self
 
 
 @proposer(

@@ -27,6 +27,7 @@ from vllm_spec_ext.proposers.base import (
     RequestStep,
     StepContext,
     StepOutcome,
+    TargetFacts,
     proposer,
 )
 from vllm_spec_ext.proposers.draft_tree import is_branching
@@ -69,6 +70,19 @@ class Nar(BaseProposer):
         self._pass = PassPayoff()
         self._tail = CopyTail()
         self._first: Version | None = None  # the first that was read, with `online`
+
+    @classmethod
+    def check(cls, options: MethodOptions, target: TargetFacts) -> None:
+        """More masks than draft tokens; raises SpecExtError.
+
+        Blocks would leave their requests' KV blocks by more than is set aside for that.
+        """
+        slots, most = cast(NarOptions, options).slots, target.num_speculative_tokens
+        if slots is not None and slots > most and not target.is_level:
+            raise SpecExtError(
+                f"slots: found {slots}, expected at most num_speculative_tokens, {most}: no draft "
+                "gets longer; lower slots, or raise num_speculative_tokens"
+            )
 
     @classmethod
     def models(cls, options: MethodOptions) -> Sequence[ModelSpec]:

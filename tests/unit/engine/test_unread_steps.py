@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is unread of steps that went by: tokens, and the rows of hidden states."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import torch
 
-from vllm_spec_ext.engine.drafting.unread_tokens import UnreadTokens
+from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
+from vllm_spec_ext.engine.drafting.unread_tokens import UnreadSteps, UnreadTokens
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
 from vllm_spec_ext.engine.models.unread_states import UnreadStates, with_unread
 
@@ -33,6 +37,31 @@ def test_requests_that_stayed_are_known_by_their_row() -> None:
     assert [unread.pop(name) for name in ("c", "b", "a")] == [[20, 21], [], [0, 1]]
     after = unread.begin_reading(("c",))
     assert (after.num_steps, after.places) == (0, {})
+
+
+def test_what_is_unread_of_a_request_that_sits_a_step_out_is_read_before() -> None:
+    """A session between two turns stays; when it goes on its states are gone."""
+    begun: list[list[str]] = []
+
+    def begin_step(rows: list[BatchRow], unread: UnreadSteps) -> None:
+        begun.append([one.request_id for one in rows])
+        assert unread.num_steps == 1
+
+    models = SimpleNamespace(begin_step=begin_step, end_step=lambda could_draft: None)
+    runner = SimpleNamespace(
+        drafter=SimpleNamespace(models=models),
+        spec_step=SimpleNamespace(request_ids=NAMES),
+        rows_of=lambda step, new: [row(name, 3, [0]) for name in step.request_ids],
+    )
+    drafts = StepDrafts.__new__(StepDrafts)
+    drafts._runner, drafts._unread = cast(Any, runner), UnreadTokens()
+    drafts._unread.begin_reading(NAMES)
+    drafts._unread.take([[1], [2], [3]])
+    drafts.settle_all_but({"a": 1, "b": 1, "c": 1})
+    assert not begun
+    drafts.settle_all_but({"a": 1, "c": 1})
+    drafts.settle_all_but({"a": 1})
+    assert begun == [["a", "b", "c"]]
 
 
 def test_states_of_all_steps_stand_in_order() -> None:

@@ -65,7 +65,6 @@ class FakeRound:
         self.rows = [row for row in rows if requests[row].request_id not in view.refuses]
         asked = [requests[row] for row in self.rows]
         self.rooms = [min(request.room, view.most_room) for request in asked]
-        self.partial = [len(request.token_ids) > view.budget for request in asked]
         self._view = view
         self._texts = [request.token_ids.tolist()[:-1] for request in asked]
         lengths = [len(request.token_ids) for request in asked]

@@ -2,7 +2,7 @@
 """The drafts of one step: what the proposer makes within the budget, cut to what is verifiable."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,10 @@ class StepDrafts:
         # As behind that step: its states are among those that were kept.
         models.begin_step(list(map(behind, rows)), self._unread.begin_reading(()))
         models.end_step(could_draft=False)
+
+    def settle_all_but(self, scheduled: Container[str]) -> None:
+        """The same of requests that stay and take no part in the step to come."""
+        self.settle([name for name in self._unread.names if name not in scheduled])
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens of steps in which the proposer rests; it gets them with those of a later step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -53,6 +53,11 @@ class UnreadTokens:
             if len(self._tokens.get(name, ())) == num_steps
         }
         return UnreadSteps(num_steps, len(before), whole)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of requests with tokens of steps that were not read."""
+        return self._tokens if self._num_steps else ()
 
     def has_any(self, names: Iterable[str]) -> bool:
         """Whether the last step was not read, and gave a token to any of these requests."""

@@ -469,9 +469,11 @@ class HostedModel:
         if len(tensors) == 1:
             (tensor,) = tensors.values()
             wanted = [row for _, row in rows]
-            # A level of chains wants all rows of its pass as they are; copying takes longer than
-            # choosing among them.
-            found = tensor if wanted == list(range(len(tensor))) else tensor[wanted]
+            first, end = wanted[0], wanted[-1] + 1
+            # A level of chains wants all rows of its pass as they are, a review some that follow
+            # each other; copying takes longer than choosing among them.
+            is_run = wanted == list(range(first, end))
+            found = tensor[first:end] if is_run else tensor[wanted]
         elif not rows:
             return torch.empty(0, self.vocab_size)
         else:

@@ -29,6 +29,14 @@ def leaving_requests(scheduler_output: "SchedulerOutput", known: Container[str])
     return sorted(gone)
 
 
+def settle_absent(runner: "SpecRunner", scheduler_output: "SchedulerOutput") -> None:
+    """Before a step without some of the requests of the last ones: a session between two turns.
+
+    What draft models have not read of these steps is known to nobody later.
+    """
+    runner.step_drafts.settle_all_but(scheduler_output.num_scheduled_tokens)
+
+
 def let_go(runner: "SpecRunner", gone: Sequence[str]) -> None:
     """Free what the proposer and we keep of requests that leave."""
     runner.step_drafts.settle(gone)

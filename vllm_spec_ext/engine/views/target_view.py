@@ -206,7 +206,6 @@ class PagedRound:
         """
         self.rows = list(rows)
         self.rooms = [member.room for member in members]
-        self.partial = [member.sight is not None for member in members]
         self._view = view
         self._members = list(members)
         self._plan = plan

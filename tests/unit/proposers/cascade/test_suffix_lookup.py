@@ -11,7 +11,7 @@ from fake_model import engine, request, step
 from vllm_spec_ext.options import parse_options
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
 from vllm_spec_ext.proposers.base import BaseProposer, Continues, Draft, RequestStep
-from vllm_spec_ext.proposers.cascade.suffix_lookup import SuffixLookup
+from vllm_spec_ext.proposers.cascade.suffix_lookup import NgramOptions, SuffixLookup
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.proposers.input_copy.options import InputCopyRequest
 
@@ -106,3 +106,8 @@ def test_a_lookup_prefers_the_longest_and_latest_and_repeats_itself() -> None:
     (draft,) = method.propose(step(asked([*text, 41, 1], 2, room=0)))
     assert not len(draft)
     assert method.continue_from("a", [9, 2], 3).tolist() == [3, 4, 2]
+
+
+def test_lengths_that_find_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="min_ngram=20 is above max_ngram=4; lower min_ngram"):
+        NgramOptions(min_ngram=20, max_ngram=4)

@@ -16,6 +16,7 @@ from vllm_spec_ext.proposers.base import (
     RequestStep,
     StepContext,
     StepOutcome,
+    TargetFacts,
 )
 from vllm_spec_ext.proposers.models import BlockFacts, BlockWeights, SlotCandidates, SlotHint
 from vllm_spec_ext.proposers.nar import Nar
@@ -261,3 +262,10 @@ def test_how_often_copies_go_on_is_learned() -> None:
     assert tail.probability == pytest.approx((9 + 2) / (10 + 4), abs=0.01)
     tail.verified("unknown", 1, [])
     assert len(tail) == 0
+
+
+def test_more_masks_than_draft_tokens_are_refused() -> None:
+    facts = TargetFacts("MODEL", 10, 8, 4, lambda: None)
+    Nar.check(NarOptions(model="m", slots=4), facts)
+    with pytest.raises(SpecExtError, match=r"slots: found 15, expected at most .*, 4"):
+        Nar.check(NarOptions(model="m", slots=15), facts)
