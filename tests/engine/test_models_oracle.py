@@ -19,6 +19,7 @@ from test_greedy_identity import runner_of
 from test_streaming_input import Session
 
 from vllm_spec_ext.engine import packed_projection
+from vllm_spec_ext.engine.drafting.draft_budget import UNLIMITED
 from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
 from vllm_spec_ext.engine.models.hosted_model import HostedModel
 
@@ -289,3 +290,61 @@ def test_passes_are_counted_and_timed(with_models: Any) -> None:
     assert many is not None
     assert 0 < one <= many
     json.dumps([one, many])  # plain floats
+
+
+def test_prompts_are_not_read_along_while_drafts_are_held_back(
+    make_engine: Any, tiny_model: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain decoding is the floor, for prompts as well; a model catches up once it drafts again."""
+    config = {"method": "small_model", "model": str(tiny_model), "num_speculative_tokens": 4}
+    engine = make_engine(speculative_config={**config, "adaptive_length": False})
+    runner = runner_of(engine)
+    scenario = Scenario([{"max_tokens": 4, "ignore_eos": True}], PROMPTS)
+    want = tokens(run(plain, scenario))
+    assert tokens(run(engine, scenario)) == want
+    counts = runner.drafter.models.models[0].counts
+    assert counts.rows
+
+    def nothing(requests: Any) -> Any:
+        for request in requests:
+            request.room = 0
+        return UNLIMITED
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.step_drafts, "_within_budget", nothing)
+        assert tokens(run(engine, scenario)) == want
+        engine.reset_prefix_cache()
+        before = counts.rows
+        assert tokens(run(engine, scenario)) == want
+        assert counts.rows == before
+    assert tokens(run(engine, scenario)) == want
+    assert counts.rows > before
+
+
+def test_no_memory_for_what_is_read_along_costs_drafts_alone(
+    with_models: Any, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = with_models("self", **SHAPES["chain"])
+    long: Any = [{"prompt_token_ids": list(range(3, 133))}]  # read in two steps
+    scenario = Scenario([{"max_tokens": 12, "ignore_eos": True}], long)
+    want = tokens(run(plain, scenario))
+    assert tokens(run(engine, scenario)) == want
+    engine.reset_prefix_cache()
+    monkeypatch.setenv("VLLM_SPEC_EXT_STRICT", "0")
+    model = runner_of(engine).drafter.models.models[0]
+    prompt_parts = model._prompt_parts
+    failed: list[bool] = []
+
+    def fail(left: int) -> Any:
+        if not failed and left == model._max_rows and model._unread:
+            failed.append(True)
+            raise torch.OutOfMemoryError("no memory")
+        return prompt_parts(left)
+
+    monkeypatch.setattr(model, "_prompt_parts", fail)
+    assert tokens(run(engine, scenario)) == want
+    assert failed
+    assert not model._rows
+    drafter = drafter_of(engine)
+    assert tokens(run(engine, scenario)) == want
+    assert drafter.num_right

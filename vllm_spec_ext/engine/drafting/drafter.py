@@ -308,6 +308,20 @@ class Drafter:
         """Do something for the proposer whose failure must not end the engine."""
         self._barrier.call(what, call, None)
 
+    def end_models(self, could_draft: bool) -> float:
+        """Drafting is over: models read along, and what was used for drafts is free again.
+
+        Args:
+            could_draft: Whether any request had room for a draft, whatever they may cost.
+
+        Returns:
+            Seconds that went into unfinished prompts, which are no cost of drafts.
+        """
+        try:
+            return self._barrier.call("reading", lambda: self.models.end_step(could_draft), 0.0)
+        finally:
+            self.views.end_step()
+
     def blocks_change(self, scheduler_output: "SchedulerOutput", gone: Sequence[str]) -> None:
         """Tell draft models and views which KV blocks get other contents in the step to come.
 

@@ -150,6 +150,7 @@ class StepDrafts:
         ]
         self._add_next_tokens(step, rows, requests)
         known = self._follow_shadows(requests)
+        could_draft = any(request.room > 0 for request in requests)
         allowance = self._within_budget(requests)
         hidden = None
         # Who drafts late has read them by now.
@@ -179,8 +180,7 @@ class StepDrafts:
         made = runner.drafter.draft(context, step.outcomes(new_tokens), known)
         prompt_seconds = 0.0
         if models or views:
-            prompt_seconds = models.end_step(any(rooms))
-            views.end_step()
+            prompt_seconds = runner.drafter.end_models(could_draft)
         if allowance.is_shadow:
             self._shadows.keep(requests, made)
             made = [EMPTY_DRAFT] * len(made)

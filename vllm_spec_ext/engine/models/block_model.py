@@ -151,9 +151,13 @@ class BlockModel:
     def end_step(self, could_draft: bool) -> None:
         """Drafting is over: write the context if nothing was drafted, and free what lay behind."""
         can_wait = self._may_wait and self._num_waiting < _MOST_WAITING
-        self._write_context(wait=can_wait and not any(r.is_prefill for r in self._rows.values()))
-        self.scratch.free_all()
-        self._rows = {}
+        try:
+            self._write_context(
+                wait=can_wait and not any(row.is_prefill for row in self._rows.values())
+            )
+        finally:
+            self.scratch.free_all()
+            self._rows = {}
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone, or whose blocks are."""

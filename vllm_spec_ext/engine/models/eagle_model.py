@@ -51,9 +51,11 @@ class EagleModel(HostedModel):
 
     def end_step(self, could_draft: bool) -> None:
         """Drafting is over: read what is left, prompts or not."""
-        if not self._is_read:
-            self._read_step({})
-        super().end_step(could_draft)
+        try:
+            if not self._is_read:
+                self._read_step({})
+        finally:
+            super().end_step(could_draft)
 
     def reload(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
         """Run with other weights from now on; KV of the old ones stays, as it cannot be remade."""

@@ -2,6 +2,7 @@
 """The draft models of one engine."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -230,8 +231,10 @@ class ModelHost:
         Returns:
             Seconds of the step that went into unfinished prompts, which are no cost of drafts.
         """
+        with ExitStack() as stack:  # what one cannot read for want of memory is the others' as ever
+            for model in self._all:
+                stack.callback(model.end_step, could_draft)
         for model in self._all:
-            model.end_step(could_draft)
             counts = model.counts
             self._counts.model(model.name, counts.forwards, counts.rows, counts.seconds)
         return sum(model.prompt_seconds for model in self._all)

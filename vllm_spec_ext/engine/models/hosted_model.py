@@ -159,15 +159,17 @@ class HostedModel:
         """
         if could_draft:
             self.is_drafting = self._was_synced
-        if self.is_drafting and self._unread:
-            parts = self._prompt_parts(self._max_rows)
-            self._read(parts, sum(len(part.tokens) for part in parts))
-        for branch in [*self._trunks.values(), *self._forks]:
-            branch.alive = False  # its blocks are free
-        self._trunks.clear()
-        self._forks.clear()
-        self.scratch.free_all()
-        self._rows, self._unread = {}, []
+        try:
+            if self.is_drafting and self._unread:
+                parts = self._prompt_parts(self._max_rows)
+                self._read(parts, sum(len(part.tokens) for part in parts))
+        finally:
+            for branch in [*self._trunks.values(), *self._forks]:
+                branch.alive = False  # its blocks are free
+            self._trunks.clear()
+            self._forks.clear()
+            self.scratch.free_all()
+            self._rows, self._unread = {}, []
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone, or whose blocks are."""
