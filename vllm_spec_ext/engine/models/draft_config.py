@@ -37,7 +37,7 @@ class DraftConfig:
 
     name: str
     model_config: "ModelConfig"
-    max_model_len: int  # most tokens that it reads
+    max_model_len: int  # most tokens it can read
     eagle3: Eagle3Facts | None = None  # None: no such head
     dflash: DFlashFacts | None = None  # None: no such drafter
     view: ViewSpec | None = None  # what it sees of its KV; None = all
@@ -92,7 +92,6 @@ def draft_configs(
                     length,
                     target.max_model_len,
                 )
-            length = min(length, target.max_model_len)
             made = DraftConfig(spec.name, model_config, length, view=spec.view)
         configs.append(made)
     return tuple(configs)

@@ -154,8 +154,8 @@ class ModelHost:
         """
         if self.paged and self._record_graphs:
             recorder = Recorder()
-            for model, config in zip(self.paged, self._configs, strict=True):
-                model.record_graphs(recorder, config.max_model_len)
+            for model in self.paged:
+                model.record_graphs(recorder)
         for model in self.paged:
             if isinstance(model, PagedBlocks):
                 model.begin_step([target_states] * len(model.layers), target_states)

@@ -110,14 +110,14 @@ class PagedModel:
             return self.module(**inputs)
 
     @torch.inference_mode()
-    def record_graphs(self, recorder: Recorder, max_model_len: int) -> None:
+    def record_graphs(self, recorder: Recorder) -> None:
         """From now on, small passes are played from CUDA graphs.
 
         Args:
             recorder: Of the device.
-            max_model_len: Most tokens of a text.
         """
         positions = torch.zeros(SIZES[-1], dtype=torch.int64, device=self._device)
+        max_model_len = self.vllm_config.model_config.max_model_len
         self._graphs = DraftGraphs(
             self._metadata,
             self._run,
