@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of proposers, resolved lazily; open to other packages by entry points."""
 
-import importlib
+import pkgutil
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
@@ -59,8 +59,8 @@ def load(name: str) -> type[BaseProposer]:
             "rename all but one"
         )
     if name in BUILTIN:
-        module, _, attribute = BUILTIN[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        builtin: type[BaseProposer] = pkgutil.resolve_name(BUILTIN[name])
+        return builtin
     if name not in names():
         raise UnknownNameError("speculative method", name, names(), reason=_of_vllm(name))
     (entry,) = entries

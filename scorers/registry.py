@@ -4,7 +4,7 @@
 A further rule is a module in ``rules/``, an options class in ``options.py`` and a line here.
 """
 
-import importlib
+import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,8 +31,8 @@ class Rule:
 
     def load_scorer(self) -> "type[Scorer]":
         """Its scorer class; loads torch and numba."""
-        module, _, attribute = self.scorer.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        found: type[Scorer] = pkgutil.resolve_name(self.scorer)
+        return found
 
 
 _RULES = "vllm_spec_ext.scorers.rules"

@@ -207,7 +207,6 @@ def replay(
     *,
     batch_size: int = 1,
     clock: Callable[[], float] = time.perf_counter,
-    on_finish: Callable[[], None] | None = None,
 ) -> ReplayResult:
     """Run recordings through a proposer that was started with ``engine``.
 
@@ -217,7 +216,6 @@ def replay(
         engine: The handle it was started with; ``num_speculative_tokens`` is the budget.
         batch_size: Requests replayed at a time, at most ``engine.max_num_seqs``.
         clock: Seconds.
-        on_finish: Called after each request, e.g. for a progress bar.
 
     Raises:
         SpecExtError: A draft that breaks the contract, or a batch larger than the engine's.
@@ -250,8 +248,6 @@ def replay(
             # An engine, too, asks once more before it learns that a request is over.
             result.num_requests += 1
             proposer.finish([request.request_id])
-            if on_finish is not None:
-                on_finish()
         running = left
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of ``cascade``."""
 
+import pkgutil
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -40,7 +41,6 @@ class MethodLevel(InnerMethod):
             SpecExtError: No such method, or none that can be a level.
         """
         # Here, as the registry's classes have options of their own.
-        import importlib
 
         from vllm_spec_ext.proposers import registry
 
@@ -49,8 +49,7 @@ class MethodLevel(InnerMethod):
                 "a cascade cannot be a level of another one; put its levels into this list"
             )
         if self.method in OWN_LEVELS:
-            module, _, attribute = OWN_LEVELS[self.method].partition(":")
-            found: type[BaseProposer] = getattr(importlib.import_module(module), attribute)
+            found: type[BaseProposer] = pkgutil.resolve_name(OWN_LEVELS[self.method])
             return found
         known = [name for name in registry.names() if name != "cascade"]
         if self.method not in known:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks, in the order in which they begin: those that explain most failures come first."""
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,8 +26,7 @@ class Check:
 
     def load(self) -> CheckFunction:
         """The function; importing it may import torch and vLLM."""
-        module, _, name = self.function.partition(":")
-        found: CheckFunction = getattr(importlib.import_module(f"gpu_check.{module}"), name)
+        found: CheckFunction = pkgutil.resolve_name(f"gpu_check.{self.function}")
         return found
 
 

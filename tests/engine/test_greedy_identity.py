@@ -43,16 +43,36 @@ def speculative(request: pytest.FixtureRequest, make_engine: Any) -> Any:
     return engine
 
 
+class Answers(dict[Any, Any]):
+    """Of plain decoding, which is asked once, and not again for every method."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self._plain = plain
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = run(self._plain, SCENARIOS[name])
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def answers(plain: Any) -> Answers:
+    """Outputs by name of a scenario."""
+    return Answers(plain)
+
+
+Case = tuple[Scenario, list[Any]]
+
+
 def truths_of(engine: Any, expected: list[Any]) -> list[list[int]] | None:
     return [out[0] for out in expected] if engine.has_truth else None
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_same_tokens(name: str, plain: Any, speculative: Any) -> None:
-    scenario = SCENARIOS[name]
-    reference = run(plain, scenario)
+def test_same_tokens(name: str, answers: Answers, speculative: Any) -> None:
+    reference = answers[name]
     expected = tokens(reference)
-    outputs = run(speculative, scenario, truths_of(speculative, expected))
+    outputs = run(speculative, SCENARIOS[name], truths_of(speculative, expected))
     assert tokens(outputs) == expected
     for ours, theirs in zip(outputs, reference, strict=True):
         for a, b in zip(ours.outputs, theirs.outputs, strict=True):
@@ -69,7 +89,8 @@ def test_a_seeded_request_with_a_chunked_prefill(make_engine: Any) -> None:
     assert tokens(run(engine, scenario, [out[0] for out in expected])) == expected
 
 
-def test_stop_conditions(plain: Any, speculative: Any) -> None:
+@pytest.fixture(scope="module")
+def stopping(plain: Any) -> Case:
     """Stop strings, stop tokens, minimum length and bad words taken from the true outputs."""
     base = run(plain, Scenario([{"max_tokens": 40}], PROMPTS[:4]))
     texts = [out.outputs[0].text for out in base]
@@ -83,11 +104,12 @@ def test_stop_conditions(plain: Any, speculative: Any) -> None:
     scenario = Scenario(params, PROMPTS[:4])
     expected = tokens(run(plain, scenario))
     assert expected != tokens(base)
-    assert tokens(run(speculative, scenario, truths_of(speculative, expected))) == expected
+    return scenario, expected
 
 
-def test_a_stop_token_right_behind_the_minimum_length(plain: Any, speculative: Any) -> None:
-    """Which comes to stand behind an accepted draft that began before it."""
+@pytest.fixture(scope="module")
+def stopping_late(plain: Any) -> Case:
+    """A stop token right behind the minimum length, behind an accepted draft that began before."""
     base = run(plain, Scenario([{"max_tokens": 24, "ignore_eos": True}], PROMPTS))
     params = []
     for index, out in enumerate(base):
@@ -96,24 +118,34 @@ def test_a_stop_token_right_behind_the_minimum_length(plain: Any, speculative: A
         params.append({"max_tokens": 24, "min_tokens": least, "stop_token_ids": [stop]})
     scenario = Scenario(params, PROMPTS)
     expected = tokens(run(plain, scenario))
-    assert sum(len(answers[0]) < 24 for answers in expected) >= 4
+    assert sum(len(one[0]) < 24 for one in expected) >= 4
+    return scenario, expected
+
+
+@pytest.mark.parametrize("case", ["stopping", "stopping_late"])
+def test_stop_conditions(case: str, request: pytest.FixtureRequest, speculative: Any) -> None:
+    scenario, expected = request.getfixturevalue(case)
     assert tokens(run(speculative, scenario, truths_of(speculative, expected))) == expected
 
 
-def test_logprobs_of_chosen_tokens(plain: Any, speculative: Any) -> None:
+@pytest.fixture(scope="module")
+def chosen_logprobs(plain: Any) -> tuple[Scenario, Any]:
     """As vLLM's generative scoring asks for them, beside requests that ask for none."""
     chosen = {"max_tokens": 20, "logprob_token_ids": [5, 40, 300]}
     scenario = Scenario([chosen, {"max_tokens": 20}], PROMPTS)
-    reference = run(plain, scenario)
+    return scenario, run(plain, scenario)
+
+
+def test_logprobs_of_chosen_tokens(chosen_logprobs: tuple[Scenario, Any], speculative: Any) -> None:
+    scenario, reference = chosen_logprobs
     outputs = run(speculative, scenario, truths_of(speculative, tokens(reference)))
     assert tokens(outputs) == tokens(reference)
     assert_equal_logprobs(outputs, reference, 1e-3)
 
 
-def test_logprobs_are_the_targets(plain: Any, speculative: Any) -> None:
-    scenario = SCENARIOS["logprobs"]
-    reference = run(plain, scenario)
-    outputs = run(speculative, scenario, truths_of(speculative, tokens(reference)))
+def test_logprobs_are_the_targets(answers: Answers, speculative: Any) -> None:
+    reference = answers["logprobs"]
+    outputs = run(speculative, SCENARIOS["logprobs"], truths_of(speculative, tokens(reference)))
     for ours, theirs in zip(outputs, reference, strict=True):
         for a, b in zip(
             ours.outputs[0].logprobs or [], theirs.outputs[0].logprobs or [], strict=True
@@ -124,15 +156,14 @@ def test_logprobs_are_the_targets(plain: Any, speculative: Any) -> None:
                 assert a[token].rank == b[token].rank
 
 
-def test_abort_in_mid_generation(plain: Any, speculative: Any) -> None:
+def test_abort_in_mid_generation(answers: Answers, speculative: Any) -> None:
     scenario = SCENARIOS["mixed_lengths"]
-    expected = tokens(run(plain, scenario))
+    expected = tokens(answers["mixed_lengths"])
     truths = truths_of(speculative, expected)
     # An engine that has answered these prompts before is done before anything can be aborted.
     speculative.collective_rpc("spec_ext_reset")
     finished = run_with_aborts(speculative, scenario, (4, 7), at_step=2, truths=truths)
-    answers = {i: answer[0] for i, answer in enumerate(expected)}
-    assert finished == {i: answers[i] for i in answers if i not in (4, 7)}
+    assert finished == {i: one[0] for i, one in enumerate(expected) if i not in (4, 7)}
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle_tree"])

@@ -285,23 +285,3 @@ def test_probe_tells_a_working_sampler_from_a_broken_one(
     assert not platform_bugs.chain_sampling_is_broken(cpu)
     monkeypatch.setattr(name, lambda values, ends, num_tokens: torch.zeros(num_tokens))
     assert platform_bugs.chain_sampling_is_broken(cpu)
-
-
-@pytest.mark.v1_runner
-def test_vllms_sampler_on_a_broken_platform_is_why_we_walk(
-    engines: dict[str, Any],
-    chances: Chances,
-    sample: Sample,
-    plain_samples: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without our walk a sampled chain with top-k goes wrong there: a crash, or a bias."""
-    if not platform_bugs.chain_sampling_is_broken(torch.device("cpu")):
-        pytest.skip("this vLLM's rejection sampler works on CPU")
-    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
-
-    draws = [
-        expand_batch_to_tokens(torch.tensor([0.25]), torch.tensor([3], dtype=torch.int32), 3)
-        for _ in range(2)
-    ]
-    assert not all(torch.equal(d, torch.full((3,), 0.25)) for d in draws)

@@ -104,22 +104,10 @@ def is_intact(folder: Path) -> bool:
         return False
 
 
-def sha256_of(path: Path, report: Callable[[int], None] | None = None) -> str:
-    """Hex digest of a file.
-
-    Args:
-        path: The file.
-        report: Called with the number of bytes read so far.
-    """
-    digest = hashlib.sha256()
-    done = 0
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file."""
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-            done += len(chunk)
-            if report is not None:
-                report(done)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _make(target: Path, report: Progress, convert: Dequantise) -> None:

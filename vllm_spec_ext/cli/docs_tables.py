@@ -9,17 +9,13 @@ A page marks where a table goes; what stands between the two marks is replaced::
     <!-- measured: FILE input_copy -->
     <!-- end of measured -->
 
-    <!-- drafts: FILE -->
-    <!-- end of drafts -->
-
     <!-- methods: overview -->
     <!-- end of methods -->
 
 ``request options: METHOD`` gives the per-request options instead, ``options: online`` those of
 ``online``. ``measured`` reads
 ``measured/FILE.json`` of the same folder, which ``vllm-spec report --summary`` wrote; without a
-method it gives the table of all. ``drafts`` reads what ``vllm-spec plan --drafts ... --json``
-wrote there. ``methods`` lists the built-in methods, see
+method it gives the table of all. ``methods`` lists the built-in methods, see
 :func:`~vllm_spec_ext.cli.method_docs.methods_table`. In ``mkdocs.yml`` their navigation entries
 stand between ``# methods`` and ``# end of methods``.
 
@@ -34,7 +30,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_spec_ext.bench.markdown_table import markdown_table
-from vllm_spec_ext.cli.draft_tables import draft_tables, read_plan
 from vllm_spec_ext.cli.measured_tables import all_methods_tables, method_table, read_summary
 from vllm_spec_ext.cli.method_docs import methods_table, nav_entries
 from vllm_spec_ext.cli.option_docs import option_docs
@@ -44,11 +39,9 @@ from vllm_spec_ext.proposers import registry
 
 END = "<!-- end of options -->"
 END_MEASURED = "<!-- end of measured -->"
-END_DRAFTS = "<!-- end of drafts -->"
 END_METHODS = "<!-- end of methods -->"
 _OPTIONS = re.compile(rf"<!-- (request )?options: ([\w-]+) -->\n.*?{END}", re.DOTALL)
 _MEASURED = re.compile(rf"<!-- measured: ([\w-]+)(?: ([\w-]+))? -->\n.*?{END_MEASURED}", re.DOTALL)
-_DRAFTS = re.compile(rf"<!-- drafts: ([\w-]+) -->\n.*?{END_DRAFTS}", re.DOTALL)
 _METHODS = re.compile(rf"<!-- methods: ([\w-]+) -->\n.*?{END_METHODS}", re.DOTALL)
 _NAV = re.compile(r"^( *)# methods\n.*?^ *# end of methods$", re.DOTALL | re.MULTILINE)
 
@@ -95,20 +88,11 @@ def with_tables(page: str, folder: Path, prefix: str = "") -> str:
         body = method_table(found, mark[2]) if mark[2] else all_methods_tables(found)
         return f"{head}\n{body}\n{END_MEASURED}"
 
-    def drafts(mark: re.Match[str]) -> str:
-        body = draft_tables(read_plan(folder / "measured" / f"{mark[1]}.json"))
-        return f"<!-- drafts: {mark[1]} -->\n{body}\n{END_DRAFTS}"
-
     def methods(mark: re.Match[str]) -> str:
         body = methods_table(mark[1], folder, prefix)
         return f"<!-- methods: {mark[1]} -->\n{body}\n{END_METHODS}"
 
-    for marks, tables in (
-        (_OPTIONS, table),
-        (_MEASURED, figures),
-        (_DRAFTS, drafts),
-        (_METHODS, methods),
-    ):
+    for marks, tables in ((_OPTIONS, table), (_MEASURED, figures), (_METHODS, methods)):
         page = marks.sub(tables, page)
     return page
 

@@ -8,6 +8,7 @@ torch nor vLLM. Exit status: 0 success, 1 a check failed, 2 bad input, 130 Ctrl-
 import importlib
 import importlib.util
 import os
+import pkgutil
 import shutil
 import sys
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class _LazyCommand:
 
     def load(self, name: str) -> Any:
         """The real command, as typer makes it from the function or application."""
-        found = getattr(importlib.import_module(self.module), self.target.partition(":")[2])
+        found = pkgutil.resolve_name(self.target)
         if not isinstance(found, typer.Typer):
             application = typer.Typer(add_completion=False)
             application.command(name)(found)

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-TESTED = ("0.32.0", "0.33.0 (source)")  # versions every entry was compared with
-
 Kind = Literal["function", "constant", "value"]
 
 Part = Literal["engine", "v2", "tools"]
@@ -47,7 +45,6 @@ class Hook:
     """A file of ours and how it depends on this without naming it in Python, e.g. because vLLM
     calls us through it; empty = the code names it."""
     part: Part = "engine"
-    tested: tuple[str, ...] = TESTED
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -68,7 +65,6 @@ class Reads:
     used_by: str = ""
     """A file of ours that reads the attributes where types cannot be followed."""
     part: Part = "engine"
-    tested: tuple[str, ...] = TESTED
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"

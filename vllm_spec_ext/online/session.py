@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.folder import (
@@ -45,7 +44,7 @@ from vllm_spec_ext.online.versions import (
     write_version,
 )
 from vllm_spec_ext.options import OnlineOptions
-from vllm_spec_ext.proposers.records import Draft, StepContext, StepOutcome
+from vllm_spec_ext.proposers.base import Draft, Learns, StepContext, StepOutcome
 from vllm_spec_ext.training.atomic import DiskFullError, remove_partials
 
 logger = logging.getLogger("vllm.spec_ext")
@@ -55,23 +54,6 @@ _TELL_S = 2.0
 _KEPT_VERDICTS = 50
 _KEPT_SERVED = 4
 _LOCK = "engine.lock"
-
-
-class Learner(Protocol):
-    """A proposer whose weights can be exchanged."""
-
-    steps_a_turn: int
-    """Steps that one version drafts before another may; more than 1 where an exchange is dear."""
-
-    def read_weights(self, folder: Path) -> object:
-        """Weights of a version, ready for use; called by any thread.
-
-        Raises:
-            SpecExtError: They are not of this drafter's shape.
-        """
-
-    def use_weights(self, weights: object) -> None:
-        """Draft with these from now on; called between two steps, and quick."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +127,7 @@ class OnlineSession:
         self,
         options: OnlineOptions,
         origin: Origin,
-        learner: Learner,
+        learner: Learns,
         *,
         is_first: bool = True,
         fresh: bool = False,

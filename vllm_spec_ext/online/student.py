@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the trainer asks of a method: a plain torch twin of its drafter, and what it learns from."""
 
-import importlib
+import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -66,6 +66,5 @@ def make_student(facts: FolderFacts, device: torch.device) -> Student:
         raise SpecExtError(
             f"{facts.method} cannot learn while it serves; expected {' or '.join(STUDENTS)}"
         )
-    module, _, name = target.partition(":")
-    student: Student = getattr(importlib.import_module(module), name)(facts, device)
+    student: Student = pkgutil.resolve_name(target)(facts, device)
     return student

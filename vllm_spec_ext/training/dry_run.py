@@ -34,7 +34,6 @@ def dry_run(
     target: Target,
     make_task: MakeTask[TaskT],
     report: Callable[[str], None] = print,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Print expected steps, time and disk use.
 
@@ -43,7 +42,6 @@ def dry_run(
         target: The loaded target.
         make_task: Makes what the measured steps train; it is thrown away.
         report: Receives the lines.
-        clock: Seconds.
     """
     data, invented = _data(config, target, report)
     generates = invented and not config.raw_text
@@ -54,7 +52,7 @@ def dry_run(
     states = live_states(target, layers)
     generating = once = 0.0
     if generates and config.generator == "transformers":
-        generating = _time_generation(config, target, data, clock)
+        generating = _time_generation(config, target, data)
         report(
             f"time: at most about {duration(generating)} to generate the data, by "
             f"{_GENERATED_PROMPTS} prompts at a time; larger batches are faster"
@@ -73,15 +71,15 @@ def dry_run(
             )
             stored = False
         else:
-            once = _time_states(config, target, data, clock)
+            once = _time_states(config, target, data)
 
         def states(batch: Batch) -> torch.Tensor:  # as fast as those from the disk
             shape = (len(batch.rows), width)
             return torch.randn(shape, dtype=dtype, device=target.device)
 
     task = make_task(target, data, states)
-    seconds = _time_steps(task, clock)
-    measuring = _time_measurement(config, task, clock)
+    seconds = _time_steps(task)
+    measuring = _time_measurement(config, task)
     num_measurements = 1 + (task.total_steps - 1) // config.eval_every
     trained = sum(p.numel() for module in task.modules.values() for p in module.parameters())
     report(task.size_line)
@@ -151,58 +149,54 @@ def _data(
     return data, True
 
 
-def _time_generation(
-    config: Training, target: Target, data: TokenData, clock: Callable[[], float]
-) -> float:
+def _time_generation(config: Training, target: Target, data: TokenData) -> float:
     """Seconds for all continuations, from a few prompts of middling length."""
     order = np.argsort(data.prompt_lengths, kind="stable")
     middle = order[max(0, len(order) // 2 - _GENERATED_PROMPTS // 2) :][:_GENERATED_PROMPTS]
     prompts = [data.sequence(i)[: int(data.prompt_lengths[i])].tolist() for i in middle.tolist()]
     generate = transformers_generator(config, target.model)
-    start = clock()
+    start = time.perf_counter()
     generate(prompts)  # ends with results on the host, so a GPU is done, too
-    return (clock() - start) * len(data) / len(prompts)
+    return (time.perf_counter() - start) * len(data) / len(prompts)
 
 
-def _time_states(
-    config: Training, target: Target, data: TokenData, clock: Callable[[], float]
-) -> float:
+def _time_states(config: Training, target: Target, data: TokenData) -> float:
     """Seconds for the states of all sequences, from one batch of average ones after a warm-up."""
     lengths = used_lengths(data, config.max_length)
     typical = np.argsort(np.abs(lengths - lengths.mean()), kind="stable")[: config.batch_size]
     batch = make_batch(data, typical, 1, config.max_length)
     seconds = 0.0
     for _ in range(2):
-        start = clock()
+        start = time.perf_counter()
         with torch.no_grad():
             live_states(target, config.state_layers(target.num_layers))(batch)
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
-        seconds = clock() - start
+        seconds = time.perf_counter() - start
     return seconds * float(lengths.sum() / lengths[typical].sum())
 
 
-def _time_steps(task: DraftTask, clock: Callable[[], float]) -> float:
+def _time_steps(task: DraftTask) -> float:
     """Seconds of an average step: those of some steps, by their number of positions."""
     seconds, positions = 0.0, 0
     for step in range(_MEASURED_STEPS + 1):  # the first warms up
-        start = clock()
+        start = time.perf_counter()
         task.optimizer.zero_grad(set_to_none=True)
         task.train_step(step)
         task.optimizer.step()
         if task.target.device.type == "cuda":
             torch.cuda.synchronize(task.target.device)
         if step:
-            seconds += clock() - start
+            seconds += time.perf_counter() - start
             positions += len(task.plan.batch(step).rows)
     return seconds / positions * task.plan.mean_positions
 
 
-def _time_measurement(config: Training, task: DraftTask, clock: Callable[[], float]) -> float:
+def _time_measurement(config: Training, task: DraftTask) -> float:
     """Seconds to measure the held-out sequences, from one batch of them."""
     held_out = task.split.held_out
     some = held_out[: config.batch_size]
-    start = clock()
+    start = time.perf_counter()
     task.measure(num_sequences=len(some))
     lengths = used_lengths(task.data, config.max_length)
-    return (clock() - start) * float(lengths[held_out].sum() / lengths[some].sum())
+    return (time.perf_counter() - start) * float(lengths[held_out].sum() / lengths[some].sum())

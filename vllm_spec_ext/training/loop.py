@@ -66,7 +66,6 @@ def run_loop(
     *,
     step: int = 0,
     report: Callable[[str], None] = print,
-    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Train to the last step.
 
@@ -79,7 +78,6 @@ def run_loop(
         identity: Settings and data of the run, saved with its state.
         step: Steps that are done already, as :func:`restore` returned.
         report: Receives progress lines.
-        clock: Seconds; for the time left.
 
     Raises:
         SpecExtError: The training diverged; the last saved state stands.
@@ -88,7 +86,7 @@ def run_loop(
     if step:
         report(f"resumed at step {step} of {settings.total_steps} ({folder / STATE_NAME})")
     boards = _Boards(folder, report)
-    began, first = clock(), step
+    began, first = time.monotonic(), step
     finished_step = True
     with _stop_requested() as stop:
         try:
@@ -101,12 +99,16 @@ def run_loop(
                     figures |= task.evaluate()
                     _log(folder, boards, step, figures)
                     report(
-                        progress_line(step, settings.total_steps, figures, clock() - began, first)
+                        progress_line(
+                            step, settings.total_steps, figures, time.monotonic() - began, first
+                        )
                     )
                 elif step % settings.log_every == 0 or step == settings.total_steps:
                     _log(folder, boards, step, figures)
                     report(
-                        progress_line(step, settings.total_steps, figures, clock() - began, first)
+                        progress_line(
+                            step, settings.total_steps, figures, time.monotonic() - began, first
+                        )
                     )
                 if step % settings.save_every == 0 or step == settings.total_steps:
                     save_state(task, folder, identity, step)

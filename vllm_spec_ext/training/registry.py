@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which methods can be trained, and where their trainers are. Imports none of them."""
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,5 +48,4 @@ TRAINERS = {
 
 
 def _load(path: str) -> Any:
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return pkgutil.resolve_name(path)

@@ -21,7 +21,6 @@ from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.bench.step_probe import SHAPES, Shape, parents_of
 from vllm_spec_ext.cli import plan as plan_module
 from vllm_spec_ext.cli import plan_drafts
-from vllm_spec_ext.cli.docs_tables import END_DRAFTS, with_tables
 from vllm_spec_ext.cli.main import main
 from vllm_spec_ext.cli.plan import Recorded
 from vllm_spec_ext.errors import SpecExtError
@@ -185,17 +184,6 @@ def test_ranks_draft_models(
     assert whole["ranking"]["8"][0]["draft"] == "flat/"
     assert whole["drafts"][0]["acceptance_per_position"] == [1.0, 1.0, 0.5]
     assert whole["pairs"][0]["ratio"] == 0.5
-    (tmp_path / "measured").mkdir()
-    data.rename(tmp_path / "measured" / "here.json")
-    page = with_tables(f"<!-- drafts: here -->\n{END_DRAFTS}\n", tmp_path)
-    assert with_tables(page, tmp_path) == page
-    assert "greedy; " in page
-    assert "100.0 ms at batch 1, 100.0 ms at batch 8." in page
-    assert "| `flat/` | 2 | 1.5M | 50.0% | 10.0 | 10.0 | 2.00 | 2.00 |" in page
-    assert "| `flat/` | 1.82x (1) | 1.54x | 1.82x (1) | 1.54x |" in page
-    assert "| `deep/` | 1.60x (3), 1.60x |" in page
-    with pytest.raises(SpecExtError, match="cannot read"):
-        with_tables(f"<!-- drafts: there -->\n{END_DRAFTS}\n", tmp_path)
 
 
 @pytest.mark.parametrize(
