@@ -83,7 +83,7 @@ class Auto(BaseProposer):
         )
         self._drafts_by_level = False  # each further level takes a pass, which has to pay
         self._followed = FollowedDrafts()
-        self._late: InputCopy | None = None  # drafts alone, where the scheduler does not wait
+        self._late: LateAuto | None = None  # drafts alone, where the scheduler does not wait
         self._payoff = DrafterPayoff()
         self._value = TokenSeconds()
 
@@ -108,7 +108,7 @@ class Auto(BaseProposer):
 
     @classmethod
     def drafts_late(cls, options: MethodOptions) -> bool:
-        """Without a drafter."""
+        """Without a drafter, or with one that does."""
         return why_not_late(cast(AutoOptions, options)) is None
 
     @staticmethod
@@ -139,12 +139,20 @@ class Auto(BaseProposer):
         self._drafts = TreeDrafts((*NAMES, drafter), options.adaptive_length)
 
     def late_drafter(self, engine: EngineHandle) -> LateDrafter | str:
-        """Copies of the input, the request's own output and earlier answers."""
+        """Copies of the input, the request's own output and earlier answers; heads before them."""
         reason = why_not_late(self._options)
-        return LateAuto(self._options, engine, self._draft_late) if reason is None else reason
+        if reason is not None:
+            return reason
+        asked, chains = self._options.drafter, None
+        if asked is not None:
+            chains = asked.proposer()(asked.as_chain)
+            chains.start(replace(engine, is_level=True))
+        return LateAuto(self._options, engine, chains, self._begin_late)
 
-    def _draft_late(self, copies: InputCopy) -> None:
-        self._late, self.needs = copies, copies.needs
+    def _begin_late(self, late: LateAuto) -> None:
+        if self._drafter is not None:
+            self._drafter.close()  # it drafts trees
+        self._late, self._drafter, self.needs = late, late.drafter, late.needs
 
     def propose(self, step: StepContext) -> list[Draft]:
         """A tree for each request, as far as its nodes pay."""

@@ -43,10 +43,18 @@ class Drafter(InnerMethod):
     @cached_property
     def parsed(self) -> MethodOptions:
         """The method's options: a tree where it can draft one, of chosen tokens."""
+        return self._parse(tree=True)
+
+    @cached_property
+    def as_chain(self) -> MethodOptions:
+        """The same for drafts without branches, unless they were asked for."""
+        return self._parse(tree=False)
+
+    def _parse(self, *, tree: bool) -> MethodOptions:
         schema = self.proposer().info.options
         given = dict(self.options)
         if "tree" in schema.model_fields:
-            given.setdefault("tree", True)
+            given.setdefault("tree", tree)
         if "draw" in schema.model_fields and given.setdefault("draw", False) is not False:
             raise SpecExtError(
                 f"drafter {self.method}: found draw={given['draw']!r}, expected false; tokens of "

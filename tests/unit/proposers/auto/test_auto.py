@@ -13,6 +13,7 @@ from vllm_spec_ext.options import MethodOptions, parse_options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.auto import Auto
 from vllm_spec_ext.proposers.auto.drafter_payoff import DrafterPayoff
+from vllm_spec_ext.proposers.auto.late_auto import why_not_late
 from vllm_spec_ext.proposers.base import (
     UNSALTED,
     BaseProposer,
@@ -283,3 +284,25 @@ def test_where_nothing_pays_a_little_is_tried_now_and_then() -> None:
             method.observe([StepOutcome("r", drafted[-1], 0, ())] if drafted[-1] else [])
     assert 0 < sum(n > 0 for n in drafted) < 0.1 * len(drafted)
     assert max(drafted) <= 4
+
+
+@pytest.mark.parametrize(
+    ("drafter", "reason"),
+    [
+        (None, None),
+        ({"method": "blockwise", "model": "heads"}, None),
+        ({"method": "blockwise", "model": "heads", "tree": True}, 'leave "tree" out'),
+        (
+            {"method": "blockwise", "model": "heads", "min_confidence": 0.1},
+            "reads them on the host",
+        ),
+        ({"method": "nar", "model": "drafter"}, "reads them on the host"),
+    ],
+)
+def test_which_drafters_wait_for_no_step(
+    drafter: dict[str, Any] | None, reason: str | None
+) -> None:
+    options: Any = parse_options(Auto.info.options, {"drafter": drafter}, "auto")
+    found = why_not_late(options)
+    assert (found is None) == (reason is None) == Auto.drafts_late(options)
+    assert (reason or "") in (found or "")
