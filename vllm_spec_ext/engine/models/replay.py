@@ -7,7 +7,7 @@ that they need.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
 from vllm_spec_ext.engine.models.forward_pass import ForwardPass
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from vllm_spec_ext.engine.models.block_model import BlockOutput
     from vllm_spec_ext.engine.models.paged_blocks import PagedBlocks
     from vllm_spec_ext.engine.models.paged_model import PagedModel
+    from vllm_spec_ext.engine.views.view_pass import ViewPass
     from vllm_spec_ext.proposers.models import BlockWeights
+
+TARGET = -1
+"""Index of the target's passes over views, which stand behind the draft models."""
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
@@ -32,111 +36,72 @@ class Work(Protocol[ResultT_co]):
 
 
 @dataclass(frozen=True)
-class RunPass:
-    """A forward pass of one model."""
+class ModelCall:
+    """A method that each rank calls of its part of a model."""
 
     index: int
-    plan: ForwardPass
+    method: str
+    arguments: tuple[Any, ...]
 
-    def run(self, models: "Sequence[PagedModel]") -> "torch.Tensor":
-        """Its logits."""
-        return models[self.index].forward(self.plan)
-
-
-@dataclass(frozen=True)
-class WriteContext:
-    """The context of a block drafter; each rank has the target's states."""
-
-    index: int
-    plan: ContextRows
-
-    def run(self, models: "Sequence[PagedModel]") -> None:
-        """Write."""
-        cast("PagedBlocks", models[self.index]).write_context(self.plan)
+    def run(self, models: Sequence[Any]) -> Any:
+        """Call it; returns what it does."""
+        return getattr(models[self.index], self.method)(*self.arguments)
 
 
-@dataclass(frozen=True)
-class RunBlocks:
-    """Blocks of a block drafter."""
+class _Shared:
+    """What rank 0 sees of something that all ranks have a part of."""
 
-    index: int
-    plan: BlockPass
+    def __init__(self, ranks: "Ranks", index: int) -> None:
+        self._ranks = ranks
+        self._index = index
 
-    def run(self, models: "Sequence[PagedModel]") -> "BlockOutput":
-        """Their candidates."""
-        return cast("PagedBlocks", models[self.index]).run_blocks(self.plan)
-
-
-@dataclass(frozen=True)
-class ExchangeWeights:
-    """Other weights of a block drafter, whole ones: each rank takes its part."""
-
-    index: int
-    number: int
-    weights: "BlockWeights | None"  # None = all ranks have them
-
-    def run(self, models: "Sequence[PagedModel]") -> None:
-        """Load, if need be, and use."""
-        cast("PagedBlocks", models[self.index]).exchange(self.number, self.weights)
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._ranks.work_together(ModelCall(self._index, method, arguments))
 
 
-@dataclass(frozen=True)
-class CopyBlocks:
-    """Copies of KV blocks of one model."""
-
-    index: int
-    pairs: tuple[tuple[int, int], ...]
-
-    def run(self, models: "Sequence[PagedModel]") -> None:
-        """Copy."""
-        models[self.index].copy_blocks(self.pairs)
-
-
-@dataclass(frozen=True)
-class Reload:
-    """Other weights of one model, whole ones: each rank takes its part."""
-
-    index: int
-    weights: "tuple[tuple[str, torch.Tensor], ...]"  # on the CPU
-
-    def run(self, models: "Sequence[PagedModel]") -> None:
-        """Load."""
-        models[self.index].reload(self.weights)
-
-
-class SharedModel:
+class SharedModel(_Shared):
     """A model as rank 0 sees it, if there are others."""
 
     def __init__(self, ranks: "Ranks", index: int, model: "PagedModel") -> None:
         """Wrap this rank's part."""
-        self._ranks = ranks
-        self._index = index
+        super().__init__(ranks, index)
         self._model = model
 
     def forward(self, plan: ForwardPass) -> "torch.Tensor":
         """See :meth:`.paged_model.PagedModel.forward`."""
-        return self._ranks.work_together(RunPass(self._index, plan))
+        return cast("torch.Tensor", self._call("forward", plan))
 
     def write_context(self, plan: ContextRows, wait: bool = False) -> None:
         """See :meth:`.paged_blocks.PagedBlocks.write_context`; nothing waits here."""
         assert not wait
-        self._ranks.work_together(WriteContext(self._index, plan))
+        self._call("write_context", plan)
 
     def run_blocks(self, plan: BlockPass) -> "BlockOutput":
         """See :meth:`.paged_blocks.PagedBlocks.run_blocks`."""
-        return self._ranks.work_together(RunBlocks(self._index, plan))
+        return cast("BlockOutput", self._call("run_blocks", plan))
 
     def exchange(self, number: int, weights: "BlockWeights") -> None:
-        """See :meth:`.paged_blocks.PagedBlocks.exchange`; all ranks keep the same ones."""
+        """See :meth:`.paged_blocks.PagedBlocks.exchange`; whole weights, of which each rank takes
+        its part, and which all of them keep."""
         has_them = cast("PagedBlocks", self._model).has(number)
-        work = ExchangeWeights(self._index, number, None if has_them else weights)
-        self._ranks.work_together(work)
+        self._call("exchange", number, None if has_them else weights)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See :meth:`.paged_model.PagedModel.copy_blocks`."""
-        self._ranks.work_together(CopyBlocks(self._index, tuple(pairs)))
+        self._call("copy_blocks", tuple(pairs))
 
     def reload(self, weights: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """See :meth:`.paged_model.PagedModel.reload`."""
-        on_cpu = tuple((name, tensor.cpu()) for name, tensor in weights)
-        self._ranks.work_together(Reload(self._index, on_cpu))
+        """See :meth:`.paged_model.PagedModel.reload`; whole weights, as for :meth:`exchange`."""
+        self._call("reload", tuple((name, tensor.cpu()) for name, tensor in weights))
+
+
+class SharedPasses(_Shared):
+    """The target's passes over views as rank 0 sees them, if there are other ranks."""
+
+    def __init__(self, ranks: "Ranks") -> None:
+        """Through these ranks."""
+        super().__init__(ranks, TARGET)
+
+    def run_view(self, index: int, plan: "ViewPass") -> "torch.Tensor":
+        """See :meth:`..views.paged_target.PagedTarget.run_view`."""
+        return cast("torch.Tensor", self._call("run_view", index, plan))

@@ -12,10 +12,10 @@ from vllm_spec_ext.engine.drafting.ranks import Ranks
 from vllm_spec_ext.engine.models.batch_events import BlockEvents
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
 from vllm_spec_ext.engine.models.memory_check import block_bytes
+from vllm_spec_ext.engine.models.replay import SharedPasses
 from vllm_spec_ext.engine.models.weight_files import weight_bytes
 from vllm_spec_ext.engine.views.page_layout import PageBudget
 from vllm_spec_ext.engine.views.paged_target import PagedTarget
-from vllm_spec_ext.engine.views.replay import SharedTargetPasses
 from vllm_spec_ext.engine.views.target_view import HostedView
 from vllm_spec_ext.engine.views.view_books import ViewBooks
 from vllm_spec_ext.engine.watching.counts import WorkerCounts
@@ -68,9 +68,9 @@ class ViewHost:
         if not self:
             return
         self.paged = PagedTarget(target, vllm_config, device)
-        # Behind the models, where :class:`.replay.RunView` looks for it.
+        # Behind the models, as `SharedPasses` has it.
         ranks.share_models([*models, cast("PagedModel", self.paged)])
-        runner = self.paged if ranks.is_alone else SharedTargetPasses(ranks)
+        runner = self.paged if ranks.is_alone else SharedPasses(ranks)
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         reads = read_facts(vllm_config, target)
         warn_of_idle_views(self.specs, vllm_config)
