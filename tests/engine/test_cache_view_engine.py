@@ -104,11 +104,9 @@ class Means:
         choose = LayerTables.choose
 
         def watched(tables: Any, layer: str, queries: Any, table: Any) -> None:
-            if len(tables._choosing) and layer in tables._number:
-                for place, part in zip(tables._chooser, tables._choosing, strict=True):
-                    end = int(tables._recent_starts[place])
-                    row = tables._members[part]
-                    blocks = tables._tables[row, tables._budget.num_sink : end].long()
+            for part in tables._choosing if layer in tables._number else ():
+                for pages, is_candidate in zip(part.pages, part.is_candidate, strict=True):
+                    blocks = pages[is_candidate]
                     made = tables._means.of(layer, blocks)
                     self.num_choices += 1
                     self.num_stale += not torch.allclose(made, tables._means.read(layer, blocks))

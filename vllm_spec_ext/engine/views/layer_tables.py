@@ -6,6 +6,7 @@ attention, and all ranks show the same number of pages.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,18 @@ from vllm_spec_ext.engine.views.page_means import PageMeans
 from vllm_spec_ext.engine.views.view_pass import RoundPlan, ViewPass
 
 _MEANS_AT_ONCE = 1 << 13  # page means that a choice copies, to bound its memory
+
+
+class _Choosing(NamedTuple):
+    """Requests that choose pages in a pass, and what is the same in all layers."""
+
+    first_rows: torch.Tensor  # [m] of the pass
+    choosing: torch.Tensor  # [m] of its requests
+    members: torch.Tensor  # [m] of the round's
+    places: torch.Tensor  # [m] where their choices are kept
+    tables: torch.Tensor  # [m, width] int32 all their blocks
+    pages: torch.Tensor  # [m, candidates] int64 those behind the sink, 0 where there is none
+    is_candidate: torch.Tensor  # [m, candidates]
 
 
 class LayerTables:
@@ -52,7 +65,7 @@ class LayerTables:
         shape = (len(self._number), max_num_seqs, budget.num_chosen)
         self.choices = torch.zeros(shape, dtype=torch.int64, device=device)
         """What each request chose last in each layer, as pages of its own table."""
-        self._first_rows = self._choosing = torch.empty(0, dtype=torch.int64)
+        self._choosing: list[_Choosing] = []
 
     def begin(self, plan: RoundPlan) -> None:
         """A round begins: means of pages that are new, tables by what was chosen before."""
@@ -79,14 +92,32 @@ class LayerTables:
         """Who chooses pages in the pass to come."""
         self._members = self._at(plan.members)
         first_rows = np.cumsum(plan.query_lens) - plan.query_lens
-        self._first_rows = self._at(first_rows[plan.choosing])
-        self._choosing = self._at(plan.choosing)
-        if len(plan.choosing):
-            self._chooser = self._at(self._place_of[plan.members[plan.choosing]])
+        self._choosing = []
+        if not len(plan.choosing):
+            return
+        first_rows, choosing = self._at(first_rows[plan.choosing]), self._at(plan.choosing)
+        chooser = self._at(self._place_of[plan.members[plan.choosing]])
+        num_at_once = max(1, _MEANS_AT_ONCE // self._tables.shape[1])
+        for start in range(0, len(plan.choosing), num_at_once):
+            part = slice(start, start + num_at_once)
+            self._choosing.append(
+                self._choosing_part(first_rows[part], choosing[part], chooser[part])
+            )
+
+    def _choosing_part(
+        self, first_rows: torch.Tensor, choosing: torch.Tensor, chooser: torch.Tensor
+    ) -> "_Choosing":
+        members, first = self._members[choosing], self._budget.num_sink
+        tables = self._tables[members]
+        columns = torch.arange(first, tables.shape[1], device=self._device)
+        is_candidate = columns < self._recent_starts[chooser][:, None]
+        pages = tables[:, first:].long() * is_candidate
+        places = self._places[chooser]
+        return _Choosing(first_rows, choosing, members, places, tables, pages, is_candidate)
 
     def end_pass(self) -> None:
         """Nobody chooses outside of a pass."""
-        self._choosing = self._choosing[:0]
+        self._choosing = []
 
     @property
     def differ(self) -> bool:
@@ -119,34 +150,17 @@ class LayerTables:
             queries: [num_rows, num_heads, head_size] of the pass.
             table: [k, view_width] that the layer is about to read; written to.
         """
-        if not len(self._choosing) or layer not in self._number or self._means is None:
+        if layer not in self._number or self._means is None:
             return
-        num_at_once = max(1, _MEANS_AT_ONCE // self._tables.shape[1])
-        for start in range(0, len(self._choosing), num_at_once):
-            part = slice(start, start + num_at_once)
-            self._choose(layer, self._means, queries, table, part)
-
-    def _choose(
-        self,
-        layer: str,
-        means: PageMeans,
-        queries: torch.Tensor,
-        table: torch.Tensor,
-        part: slice,  # of the requests that choose
-    ) -> None:
         number, count, first = self._number[layer], self._budget.num_chosen, self._budget.num_sink
-        chooser, choosing = self._chooser[part], self._choosing[part]
-        members = self._members[choosing]
-        ends = self._recent_starts[chooser]
-        tables = self._tables[members].long()
-        columns = torch.arange(first, tables.shape[1], device=self._device)
-        is_candidate = columns < ends[:, None]
-        of_pages = means.of(layer, tables[:, first:] * is_candidate)
-        chosen = choose_pages(queries[self._first_rows[part]], of_pages, is_candidate, count)
-        self.choices[number, self._places[chooser]] = chosen + first
-        blocks = self._tables[members].gather(1, chosen + first)
-        self._by_layer[number, members, first : first + count] = blocks
-        table[choosing, first : first + count] = blocks
+        for part in self._choosing:
+            of_pages = self._means.of(layer, part.pages)
+            queried = queries[part.first_rows]
+            chosen = choose_pages(queried, of_pages, part.is_candidate, count) + first
+            self.choices[number, part.places] = chosen
+            blocks = part.tables.gather(1, chosen)
+            self._by_layer[number, part.members, first : first + count] = blocks
+            table[part.choosing, first : first + count] = blocks
 
     def _at(self, array: NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)

@@ -45,11 +45,14 @@ class PageMeans:
 
     def update(self, blocks: NDArray[np.int64]) -> None:
         """Make the means of these blocks from what the cache holds now."""
+        if not len(blocks):
+            return
+        device = next(iter(self._caches.values())).device
+        on_device = torch.from_numpy(blocks).to(device)
         for first in range(0, len(blocks), _CHUNK):
-            ids = torch.from_numpy(blocks[first : first + _CHUNK])
-            for name, cache in self._caches.items():
-                on_device = ids.to(cache.device, non_blocking=True)
-                self._means[name][on_device] = self.read(name, on_device)
+            ids = on_device[first : first + _CHUNK]
+            for name in self._caches:
+                self._means[name][ids] = self.read(name, ids)
 
     def read(self, layer: str, blocks: torch.Tensor) -> torch.Tensor:
         """[m, num_kv_heads, head_size] means of blocks [m] as the cache has them now."""
