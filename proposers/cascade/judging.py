@@ -116,15 +116,29 @@ def judge_drawn(
         drawn_from: Of each token.
         chance: Decides.
     """
-    for place, (token, q0) in enumerate(zip(tokens, drawn_from, strict=True)):
-        own = float(h[place, token])
-        other = 1.0 if q0 is None else float(q0[token])
-        if chance.accepts(min(1.0, own / other)):
+    judged = zip(tokens, drawn_from, _ratios(h, tokens, drawn_from), strict=True)
+    for place, (token, q0, ratio) in enumerate(judged):
+        if chance.accepts(min(1.0, ratio)):
             continue
         rest = residual(h[place], token, q0)
         if float(rest.sum()) > 0.0:  # else h and q0 are the same but for rounding
             return Verdict(place, chance.draws(rest), h[: place + 1])
     return Verdict(len(tokens), chance.draws(h[len(tokens)]), h)
+
+
+def _ratios(
+    h: torch.Tensor, tokens: Sequence[int], drawn_from: Sequence[Distribution]
+) -> list[float]:
+    """[n] h over q0 of each token; waits for the device once."""
+    if not tokens:
+        return []
+    certain = h.new_ones(())
+    own = [h[place, token] for place, token in enumerate(tokens)]
+    other = [
+        certain if q0 is None else q0[token] for token, q0 in zip(tokens, drawn_from, strict=True)
+    ]
+    found = torch.stack([*own, *other]).tolist()
+    return [mine / theirs for mine, theirs in zip(found, found[len(own) :], strict=False)]
 
 
 def residual(h: torch.Tensor, token: int, q0: Distribution) -> torch.Tensor:
