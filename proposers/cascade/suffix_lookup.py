@@ -25,6 +25,7 @@ from vllm_spec_ext.proposers.base import (
     chain,
     proposer,
 )
+from vllm_spec_ext.proposers.input_copy.options import refuse_crossed
 
 
 class NgramOptions(MethodOptions):
@@ -38,10 +39,7 @@ class NgramOptions(MethodOptions):
 
     @model_validator(mode="after")
     def _check_ngrams(self) -> Self:
-        if self.min_ngram > self.max_ngram:
-            raise ValueError(
-                f"min_ngram={self.min_ngram} is above max_ngram={self.max_ngram}; lower min_ngram"
-            )
+        refuse_crossed(self.min_ngram, self.max_ngram)
         return self
 
 

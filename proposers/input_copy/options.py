@@ -11,6 +11,12 @@ from vllm_spec_ext.options import MethodOptions, RequestOptions
 MAX_MARKER_LENGTH = 1000
 
 
+def refuse_crossed(min_ngram: int, max_ngram: int) -> None:
+    """Lengths of suffixes between which there is none; raises ValueError."""
+    if min_ngram > max_ngram:
+        raise ValueError(f"min_ngram={min_ngram} is above max_ngram={max_ngram}; lower min_ngram")
+
+
 class InputCopyOptions(MethodOptions):
     """Options of ``input_copy`` (input-guided aggressive decoding)."""
 
@@ -65,10 +71,7 @@ class InputCopyOptions(MethodOptions):
 
     @model_validator(mode="after")
     def _check_ngrams(self) -> Self:
-        if self.min_ngram > self.max_ngram:
-            raise ValueError(
-                f"min_ngram={self.min_ngram} is above max_ngram={self.max_ngram}; lower min_ngram"
-            )
+        refuse_crossed(self.min_ngram, self.max_ngram)
         return self
 
 
