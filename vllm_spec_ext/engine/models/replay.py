@@ -7,6 +7,7 @@ that they need.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
@@ -40,12 +41,11 @@ class ModelCall:
     """A method that each rank calls of its part of a model."""
 
     index: int
-    method: str
-    arguments: tuple[Any, ...]
+    call: methodcaller
 
     def run(self, models: Sequence[Any]) -> Any:
         """Call it; returns what it does."""
-        return getattr(models[self.index], self.method)(*self.arguments)
+        return self.call(models[self.index])
 
 
 class _Shared:
@@ -56,7 +56,7 @@ class _Shared:
         self._index = index
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        return self._ranks.work_together(ModelCall(self._index, method, arguments))
+        return self._ranks.work_together(ModelCall(self._index, methodcaller(method, *arguments)))
 
 
 class SharedModel(_Shared):
