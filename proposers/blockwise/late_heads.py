@@ -9,6 +9,8 @@ and read one step later, to say what became of it.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from vllm_spec_ext.proposers.base import EMPTY_DRAFT, DeviceTexts, Draft, RequestStep
 from vllm_spec_ext.proposers.blockwise.heads import HeadsConfig, TokensSeen
 from vllm_spec_ext.proposers.blockwise.options import BlockwiseOptions
@@ -81,6 +83,11 @@ class LateHeads:
             logits, shown = self._proposer.head_logits(hidden, seen, self._num_drafted)
             assert logits is not None, "vLLM gives rank 0 the logits"
             drafts = self._proposer.tokens(logits.argmax(dim=-1, keepdim=True), shown).squeeze(-1)
+            rooms = np.array([request.room for request in requests], np.int64)
+            if rooms.min() < drafts.shape[1]:  # what a request does not want is filled up
+                place = torch.arange(drafts.shape[1], device=drafts.device)
+                wanted = place < texts.upload(rooms)[:, None]
+                drafts = drafts.where(wanted, seen.following[:, None])
         rows = {request.request_id: row for row, request in enumerate(requests)}
         # Into pinned memory, behind which nobody waits.
         on_host, arrived = drafts.to("cpu", non_blocking=True), None
@@ -98,8 +105,11 @@ class LateHeads:
         if sent.arrived is not None:
             sent.arrived.synchronize()  # of the step before the one that runs
         tokens = sent.tokens.int().numpy()
-        rows = [sent.rows.get(request.request_id) for request in requests]
-        return [EMPTY_DRAFT if row is None else Draft(tokens[row]) for row in rows]
+        rows = [(sent.rows.get(request.request_id), request.room) for request in requests]
+        return [
+            EMPTY_DRAFT if row is None or not room else Draft(tokens[row, :room])
+            for row, room in rows
+        ]
 
     def _seen(self, requests: Sequence[RequestStep], texts: DeviceTexts) -> TokensSeen:
         if not self._config.copy_match:

@@ -121,6 +121,18 @@ def test_without_copies_the_last_token_is_all_they_see() -> None:
     assert seen.copied is None
 
 
+def test_what_a_request_does_not_want_is_filled_up() -> None:
+    """With the last token, which is verified as no draft; and is not told as one."""
+    late = late_heads.LateHeads(Watched(), config_of(LONGEST), NUM_HEADS)  # type: ignore[arg-type]
+    texts = [[1, 2, 3, 4, 1, 2]] * 3
+    requests = requests_of(texts)
+    for request, room in zip(requests, (0, 1, NUM_HEADS), strict=True):
+        request.room = room
+    assert LateDevice(late).draft(requests, texts) == [[2, 2, 2], [3, 2, 2], [3, 4, 1]]
+    told = [draft.tokens.tolist() for draft in late.drafted(requests)]
+    assert told == [[], [3], [3, 4, 1]]
+
+
 def test_drafts_that_failed_are_not_told() -> None:
     class Failing(Watched):
         def head_logits(self, hidden: torch.Tensor, seen: TokensSeen, room: int) -> Any:

@@ -4,6 +4,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -443,3 +444,32 @@ def test_tokens_that_there_are_not_are_not_looked_up(
 
     monkeypatch.setattr(runner_of(fresh(copies)).drafter.late, "draft", draft)
     assert tokens(run(copies, REPEATED)) == expected
+
+
+def test_what_waits_takes_nothing_on_the_device(make_engine: Any) -> None:
+    relaxed = {**COPY, "scorer": {"type": "top_k", "k": 2}, "allow_lossy": True}
+    runner = runner_of(make_engine(speculative_config=relaxed, async_scheduling=True))
+    assert runner.late_steps is None
+    assert runner.drafter.late is None
+
+
+def test_a_request_that_wants_no_drafts_of_heads_gets_none(
+    plain: Any, make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = str(save_random_heads(tmp_path / "heads", FEW_IDS, 4, copy_trust=100.0))
+    config = {**BOTH, "drafter": {"method": "blockwise", "model": heads}}
+    engine = make_engine(speculative_config=config, async_scheduling=True)
+    base = Scenario([{"max_tokens": 30, **FEW}], PROMPTS[:3])
+    answers = tokens(run(plain, base))
+    outcomes: dict[str, list[int]] = {}
+    proposer = runner_of(engine).drafter._proposer
+
+    def note(new: Any) -> None:
+        for outcome in new:
+            outcomes.setdefault(outcome.request_id, []).append(outcome.num_drafted)
+
+    monkeypatch.setattr(proposer, "observe", note)
+    given: list[dict[str, Any]] = [{"enabled": False}, {"max_draft_tokens": 1}, {}]
+    params = [sampling_params(base.params[0], extra) for extra in given]
+    assert tokens(engine.generate(base.prompts, params, use_tqdm=False)) == answers
+    assert sorted(max(sizes) for sizes in outcomes.values()) == [1, 8]

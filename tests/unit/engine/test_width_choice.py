@@ -127,3 +127,21 @@ def test_pauses_do_not_count_for_much() -> None:
         engine.run(30)
         engine.now += 5.0  # nothing to do
     assert sum(engine.drafted) > 0.9 * 3000
+
+
+def test_batches_that_never_draft_say_nothing_of_those_that_may() -> None:
+    """Of 32 requests and 48 the first alone may; they are of one group, and take other times."""
+    now, drafts, verified, choice = 0.0, [0, 0], 0, WidthChoice(lambda: now)
+    for step in range(6000):
+        large = step // 60 % 2 > 0
+        drafts[0] += bool(verified)
+        drafts[1] += not large
+        now += PLAIN_S * (1.45 if verified else 1.2 if large else 1.0)
+        if verified:
+            choice.answered(32, 100, 130)
+        if large:
+            choice.interrupted()
+            verified = 0
+        else:
+            verified = 8 * 32 * choice.drafts_next(32, verified, only_decodes=True)
+    assert drafts[0] < 0.15 * drafts[1], "they lose a tenth"

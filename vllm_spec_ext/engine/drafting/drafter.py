@@ -20,7 +20,7 @@ from vllm_spec_ext.engine.packed_projection import packed_projection
 from vllm_spec_ext.engine.starting.scratch import NO_SCRATCH, ScratchNeed
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
-from vllm_spec_ext.engine.v2.late_tables.design import scheduling, why_waiting
+from vllm_spec_ext.engine.v2.late_tables.design import scheduling, why_all_wait, why_waiting
 from vllm_spec_ext.engine.views.view_host import ViewHost
 from vllm_spec_ext.engine.watching.counts import WorkerCounts
 from vllm_spec_ext.engine.watching.source_counters import SourceCounter
@@ -370,7 +370,8 @@ class Drafter:
         self._proposer.start(self._engine)
         self._start_online(fresh)
         make_late = getattr(self._proposer, "late_drafter", None)  # not all are BaseProposers
-        if self._is_async and make_late is not None:
+        may_be_late = self._is_async and why_all_wait(self, self._settings) is None
+        if may_be_late and make_late is not None:
             made = make_late(self._engine) or not_late_because
             self.late = None if isinstance(made, str) else made
             not_late_because = made if isinstance(made, str) else None

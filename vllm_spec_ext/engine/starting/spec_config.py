@@ -219,8 +219,6 @@ def build_spec_config(
     runner = choose_runner(engine_args, method, target_parallel_config)
     refuse_async(engine_args, method, runner)
     refuse_installed_processors(method, runner)
-    if not parsed.vllm_options.get("num_speculative_tokens_per_batch_size"):
-        refuse_short_prefills(engine_args, method, parsed.vllm_options["num_speculative_tokens"])
     late = scheduling.drafts_late(parsed, runner)
     synchronous_because = scheduling.why_synchronous(
         engine_args, target_parallel_config, runner, late=late
@@ -233,6 +231,8 @@ def build_spec_config(
         parsed.vllm_options.update(scheduling.late_widths(parsed.given, most, rests=rests))
         if rests:
             engine_args.scheduler_cls = scheduling.WIDTH_SCHEDULER
+    if not parsed.vllm_options.get("num_speculative_tokens_per_batch_size"):
+        refuse_short_prefills(engine_args, method, parsed.vllm_options["num_speculative_tokens"])
     check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())
     share_unsalted = shares_unsalted(parsed.share_unsalted, engine_args)
     facts = TargetFacts(

@@ -201,7 +201,8 @@ class SpecRunnerV2Mixin:
         self.spec_step = Step.of(state.req_ids, scheduler_output, self._step_started, self.state_of)
         if self.is_async and self.late_steps is None:
             self.spec_step.find_drafts()
-        self._computed = computed_tokens(self.spec_requests, self.req_states, state)
+        if self.late_steps is None:
+            self._computed = computed_tokens(self.spec_requests, self.req_states, state)
         if self.tree_attention is not None:
             self._lay_out_trees(self.tree_attention)
             if self.has_trees():

@@ -16,13 +16,18 @@ def why_waiting(drafter: "Drafter", settings: MethodSettings) -> str | None:
         drafter: Its proposer is ready.
         settings: Of the engine.
     """
+    return why_all_wait(drafter, settings) or drafter.not_late_because
+
+
+def why_all_wait(drafter: "Drafter", settings: MethodSettings) -> str | None:
+    """The same, as far as it does not depend on the proposer."""
     if drafter.models or drafter.views:
         return "it drafts by running models"
     if settings.online is not None:
         return "it learns while it serves"
     if settings.rule is not None and not settings.rule.is_strict:
         return "a relaxed rule looks at drafts on the host"
-    return drafter.not_late_because
+    return None
 
 
 def scheduling(

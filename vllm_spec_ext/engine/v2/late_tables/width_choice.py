@@ -125,6 +125,10 @@ class WidthChoice:
             group.step()
         return group.drafts
 
+    def interrupted(self) -> None:
+        """A step is scheduled whose size never drafts."""
+        self._time, self._last = self._clock(), (FAR, False, 0)
+
     def answered(self, num_requests: int, num_answers: int, num_tokens: int) -> None:
         """A step that verified drafts is over.
 

@@ -44,8 +44,13 @@ class WidthScheduler(AsyncScheduler):
             decodes = num_requests + num_verified == scheduler_output.total_num_scheduled_tokens
             most = self.num_spec_tokens
             fits = num_requests <= most_requests(most)
-            pays = self._width_choice.drafts_next(num_requests, num_verified, only_decodes=decodes)
-            scheduler_output.num_spec_tokens_to_schedule = most if fits and pays else 0
+            if fits:
+                choice = self._width_choice
+                pays = choice.drafts_next(num_requests, num_verified, only_decodes=decodes)
+            else:  # what such steps take says nothing of those that may draft
+                pays = False
+                self._width_choice.interrupted()
+            scheduler_output.num_spec_tokens_to_schedule = most if pays else 0
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(
