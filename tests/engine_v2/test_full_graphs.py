@@ -135,6 +135,25 @@ def test_a_larger_graph_of_the_right_length_is_taken(
     assert graph_of(runner.cudagraph_manager, [1, 5], prefill=True) == "PIECEWISE"
 
 
+def test_the_fullest_steps_have_graphs_too(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every batch drafts vLLM takes one request for the most that decode plainly."""
+    monkeypatch.setattr(runner, "is_async", True)
+    spec = runner.vllm_config.speculative_config
+    monkeypatch.setattr(spec, "num_speculative_tokens_per_batch_size", [(1, 1, 0), (2, 8, 8)])
+    monkeypatch.setattr(spec, "num_speculative_tokens", 8)
+    sizes = [1, 2, 4, 36, 72]
+    config = runner.vllm_config.compilation_config
+    monkeypatch.setattr(config, "cudagraph_capture_sizes", sizes)
+    made = manager(runner)
+    monkeypatch.setattr(runner, "cudagraph_manager", made)
+    assert graph_of(made, [1] * MOST_REQUESTS) == "PIECEWISE"
+    take_any_length(runner)
+    steps = [[length] * number for length in (1, 9) for number in range(1, MOST_REQUESTS + 1)]
+    found = [graph_of(runner.cudagraph_manager, step) for step in steps]
+    assert found == ["FULL"] * len(steps)
+    assert config.cudagraph_capture_sizes is sizes
+
+
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_a_full_graph_gets_the_length_that_it_was_captured_for(mode: str, runner: Any) -> None:
     """A backend may plan for the longest request, as FlashAttention 3 does."""

@@ -310,9 +310,11 @@ CLASSES: tuple[Reads, ...] = (
     Reads(
         "vllm.config.compilation",
         "CompilationConfig",
-        "whether the KV write is inside CUDA graphs; the attention layers",
+        "whether the KV write is inside CUDA graphs; the attention layers; sizes of graphs",
         {
             "cudagraph_mode": "CUDAGraphMode",
+            "cudagraph_capture_sizes": "list[int]",
+            "max_cudagraph_capture_size": "int",
             "pass_config": "PassConfig",
             "splitting_ops_contain_kv_cache_update": "Callable[[], bool]",
             "static_forward_context": "dict[str, Attention]",

@@ -58,6 +58,7 @@ CLASSES_V2: tuple[Reads, ...] = (
             "device": "torch.device",
             "cudagraph_mode": "CUDAGraphMode",
             "decode_query_len": "int",
+            "max_num_reqs": "int",
             "lora_capture_cases": "list[int]",
             "ubatch_runner": "UBatchRunner | None",
         },

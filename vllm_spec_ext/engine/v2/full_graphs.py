@@ -66,8 +66,24 @@ class NearbyGraphs(_Graphs):
     """vLLM's graphs of steps of a few lengths, of which a step takes one that is larger, too.
 
     vLLM 0.32 looks at the next larger size alone. That may be captured for another length, so that
-    25 requests with a token each got none: there was one for 27 tokens, of three requests.
+    25 requests with a token each got none: there was one for 27 tokens, of three requests. And of
+    the lengths in the table of widths it captures the largest batch that the table gives them,
+    which for steps without drafts is that of one request in an engine all of whose batches draft.
     """
+
+    def __init__(self, made: ModelCudaGraphManager) -> None:
+        """Stand in for what vLLM made, with graphs for as many requests as there can be."""
+        config = made.vllm_config.compilation_config
+        sizes, most = config.cudagraph_capture_sizes, made.max_num_reqs
+        fullest = {most, most * made.decode_query_len}
+        if sizes:
+            config.cudagraph_capture_sizes = sorted(
+                {*sizes, *(size for size in fullest if size <= config.max_cudagraph_capture_size)}
+            )
+        try:
+            super().__init__(made)  # reads them
+        finally:
+            config.cudagraph_capture_sizes = sizes
 
     def dispatch(
         self,
