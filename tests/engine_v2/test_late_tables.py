@@ -4,6 +4,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -473,3 +474,28 @@ def test_a_request_that_wants_no_drafts_of_heads_gets_none(
     params = [sampling_params(base.params[0], extra) for extra in given]
     assert tokens(engine.generate(base.prompts, params, use_tqdm=False)) == answers
     assert sorted(max(sizes) for sizes in outcomes.values()) == [1, 8]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_earlier_answers_do_not_grow_behind_their_end(
+    is_async: bool, plain: Any, make_engine: Any
+) -> None:
+    """What is accepted behind a stop token nobody got; it would be drafted, and grow, each time."""
+    engine = make_engine(
+        speculative_config={**COPY, "adaptive_length": False}, async_scheduling=is_async
+    )
+    runner = runner_of(fresh(engine))
+    assert (runner.late_steps is not None) == is_async
+    base = tokens(run(plain, Scenario([{"max_tokens": 30, "ignore_eos": True}], PROMPTS[:1])))
+    ending = {"max_tokens": 30, "ignore_eos": True, "stop_token_ids": [base[0][0][12]]}
+    scenario = Scenario([ending], PROMPTS[:1])
+    answer = tokens(run(plain, scenario))
+    sizes = []
+    for _ in range(4):
+        assert tokens(run(engine, scenario)) == answer
+        run(engine, Scenario([{"max_tokens": 1, "ignore_eos": True}], PROMPTS[1:2]))  # lets it go
+        memory = runner.drafter._proposer.earlier_answers("")
+        sizes.append(len(memory.tokens))
+    growth = [after - before for before, after in pairwise(sizes)]
+    assert len(set(growth)) == 1, sizes
+    assert growth[0] == sizes[0]

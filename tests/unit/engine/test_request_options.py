@@ -308,4 +308,5 @@ def test_a_session_that_may_end_where_it_repeats_itself_is_not_drafted_for() -> 
         )
         state = read_request(params, SETTINGS, facts())
         assert state.options.enabled is not is_streamed
-        assert state.ends == ({7} if is_streamed else set())
+        assert state.ends == {7}
+        assert state.is_session == is_streamed

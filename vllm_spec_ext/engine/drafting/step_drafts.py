@@ -17,6 +17,7 @@ from vllm_spec_ext.engine.models.unread_states import behind
 from vllm_spec_ext.engine.requests.state import RequestState
 from vllm_spec_ext.engine.step import Step
 from vllm_spec_ext.engine.trees.plan import fitting_prefix, segment_bounds
+from vllm_spec_ext.engine.verifying.stop_tokens import length_of_answer
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     Draft,
@@ -323,6 +324,15 @@ class StepDrafts:
         room = min(room, self._runner.max_model_len - num_tokens - 1)
         if params.max_tokens:
             room = min(room, params.max_tokens - (num_tokens - num_prompt_tokens) - 1)
+        if state.over_at is None and not state.ends.isdisjoint(new_tokens):
+            size = length_of_answer(new_tokens, state)
+            state.over_at = num_tokens - len(new_tokens) + size
+            new_tokens = new_tokens[:size]
+        elif state.over_at is not None:
+            new_tokens = []
+        if state.over_at is not None:
+            # What was accepted behind the end of an answer nobody gets, and nobody learns.
+            token_ids, room = token_ids[: state.over_at], 0
         unread = self._unread.pop(request_id)
         return RequestStep(
             request_id=request_id,

@@ -45,7 +45,9 @@ class RequestState:
     exact_ids: NDArray[np.int64]  # stop and EOS ids: only an exact match accepts these
     share_group: str | None = None  # see RequestStep
     reads_history: bool = False  # its sampling parameters look at the tokens before a row
-    ends: frozenset[int] = frozenset()  # tokens behind which nothing may count as computed
+    ends: frozenset[int] = frozenset()  # stop tokens, with which an answer ends
+    is_session: bool = False  # its input comes in pieces
+    over_at: int | None = None  # tokens up to the end of its answer, once that was seen
     draft: ScheduledDraft | None = None
     probs: torch.Tensor | None = None  # [num_nodes, vocab] that the draft was drawn from
 
@@ -149,14 +151,11 @@ def read_request(
         or params.thinking_token_budget is not None
     )
     share_group = parse_share_group(params.extra_args)
-    ends: set[int] = set()
-    if is_session(params.extra_args):
-        ends.update(params.stop_token_ids or ())
-        if params.eos_token_id is not None:
-            ends.add(params.eos_token_id)
-        if params.repetition_detection is not None:  # where that ends it, only vLLM knows
-            options = options.model_copy(update={"enabled": False})
-    return RequestState(options, rule, eta, exact_ids, share_group, reads_history, frozenset(ends))
+    ends = frozenset({*(params.stop_token_ids or ()), params.eos_token_id} - {None})
+    in_pieces = is_session(params.extra_args)
+    if in_pieces and params.repetition_detection is not None:  # where that ends it, vLLM knows
+        options = options.model_copy(update={"enabled": False})
+    return RequestState(options, rule, eta, exact_ids, share_group, reads_history, ends, in_pieces)
 
 
 def _read_options(

@@ -20,6 +20,18 @@ def end_at_stop_tokens(new_tokens: Sequence[list[int]], states: Sequence[Request
         states: Of the same requests.
     """
     for tokens, state in zip(new_tokens, states, strict=True):
-        if state.ends:
-            end = next((at for at, token in enumerate(tokens, 1) if token in state.ends), None)
-            del tokens[end or len(tokens) :]
+        if state.is_session:
+            del tokens[length_of_answer(tokens, state) :]
+
+
+def length_of_answer(tokens: Sequence[int], state: RequestState) -> int:
+    """How many of a step's tokens a client gets: those up to the first stop token.
+
+    Args:
+        tokens: Of a request in a step.
+        state: Of that request.
+    """
+    ends = state.ends
+    if not ends or ends.isdisjoint(tokens):
+        return len(tokens)
+    return next(at for at, token in enumerate(tokens, 1) if token in ends)
