@@ -23,7 +23,7 @@ from vllm_spec_ext.engine.models.kv_binding import KvParts
 from vllm_spec_ext.engine.models.target_states import default_layers
 from vllm_spec_ext.engine.placeholders import without_placeholders
 from vllm_spec_ext.engine.requests.batch_request import known_request
-from vllm_spec_ext.engine.requests.leaving import leaving_requests, let_go, settle_absent
+from vllm_spec_ext.engine.requests.leaving import leaving_requests, let_go
 from vllm_spec_ext.engine.requests.state import KnownRequest, RequestState, RequestStates
 from vllm_spec_ext.engine.row_padding import RowPadding
 from vllm_spec_ext.engine.starting.kv_setup import add_scratch, use_scratch
@@ -144,8 +144,7 @@ class SpecRunnerMixin:
 
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Callable[[], None] | None:
         """Requests come and go; free the proposer's state of those that went."""
-        gone = leaving_requests(scheduler_output, self.requests)
-        settle_absent(self, scheduler_output)
+        gone = leaving_requests(self, scheduler_output, self.requests)
         if gone:
             let_go(self, gone)
             self.verifier.budgets.forget(gone)

@@ -18,7 +18,7 @@ from vllm_spec_ext.engine.models.hosted_model import BatchRow
 from vllm_spec_ext.engine.models.target_states import default_layers
 from vllm_spec_ext.engine.placeholders import without_placeholders
 from vllm_spec_ext.engine.requests import state as request_state
-from vllm_spec_ext.engine.requests.leaving import leaving_requests, let_go, settle_absent
+from vllm_spec_ext.engine.requests.leaving import leaving_requests, let_go
 from vllm_spec_ext.engine.requests.state import KnownRequest, RequestStates
 from vllm_spec_ext.engine.starting.kv_setup import add_scratch, use_scratch
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
@@ -159,8 +159,7 @@ class SpecRunnerV2Mixin:
 
     def finish_requests(self, scheduler_output: "SchedulerOutput") -> None:
         """Requests come and go; free the proposer's state of those that went."""
-        gone = leaving_requests(scheduler_output, self.spec_requests)
-        settle_absent(cast(Any, self), scheduler_output)
+        gone = leaving_requests(cast(Any, self), scheduler_output, self.spec_requests)
         if gone:
             if self.late_steps is not None:
                 self.late_steps.read_if_told()
