@@ -51,8 +51,9 @@ logger = logging.getLogger("vllm.spec_ext")
 
 DEFAULT_TREE_DEPTH = 12
 
-# Places in the array of settings that change from step to step.
 _SAVED_AFTER_S = 60.0
+
+# Places in the array of settings that change from step to step.
 _SHARED_HALF_LIFE = Lookup._fields.index("shared_half_life")
 _MIN_CONFIDENCE = len(Lookup._fields) + Search._fields.index("min_confidence")
 

@@ -41,7 +41,6 @@ class MethodLevel(InnerMethod):
             SpecExtError: No such method, or none that can be a level.
         """
         # Here, as the registry's classes have options of their own.
-
         from vllm_spec_ext.proposers import registry
 
         if self.method == "cascade":
