@@ -34,6 +34,18 @@ class RequestState:
     shared_overlay: tuple[int, int] = (NO_SLOT, 0)  # which one shared_cursor is about
     shared_cursor: int = 0  # tokens learned by the shared overlay
     crc: int = 0  # of the tokens before shared_cursor
+    crc_without_last: int | None = None  # of these but the last one, where it is known
+
+    @property
+    def learned(self) -> list[tuple[int, int]]:
+        """Tokens that the shared overlay learned and their CRC; without the last one, too.
+
+        vLLM takes the last token of a session's turn back.
+        """
+        found = [(self.shared_cursor, self.crc)]
+        if self.crc_without_last is not None:
+            found.append((self.shared_cursor - 1, self.crc_without_last))
+        return found
 
 
 class Learner:
@@ -66,8 +78,8 @@ class Learner:
         self.changed: ChangedRows | None = None
         """Told of all that is learned, where the tables are copied."""
         self.states: OrderedDict[str, RequestState] = OrderedDict()  # least recently seen first
-        # Shared overlay, cursor in it, CRC.
-        self._past: OrderedDict[str, tuple[tuple[int, int], int, int]] = OrderedDict()
+        # Shared overlay, and what it learned.
+        self._past: OrderedDict[str, tuple[tuple[int, int], list[tuple[int, int]]]] = OrderedDict()
         self._past_limit = REMEMBERED_PER_SLOT * max_num_seqs
 
     @property
@@ -131,6 +143,7 @@ class Learner:
         if state.shared_cursor > settled:
             state.shared_cursor = max(settled, 0)
             state.crc = _crc(request.token_ids[: state.shared_cursor])
+            state.crc_without_last = None
         return state
 
     def _acquire(self, current: set[str]) -> int:
@@ -149,9 +162,11 @@ class Learner:
         past = self._past.pop(request.request_id, None)
         if past is None:
             return
-        overlay, cursor, crc = past
-        if 0 < cursor <= len(request.token_ids) and _crc(request.token_ids[:cursor]) == crc:
-            state.shared_overlay, state.shared_cursor, state.crc = overlay, cursor, crc
+        overlay, learned = past
+        for cursor, crc in learned:
+            if 0 < cursor <= len(request.token_ids) and _crc(request.token_ids[:cursor]) == crc:
+                state.shared_overlay, state.shared_cursor, state.crc = overlay, cursor, crc
+                return
 
     def _start(self, request: RequestStep, cursor: int) -> int:
         """First position to learn."""
@@ -173,9 +188,13 @@ class Learner:
         overlay = self.groups.identity(state.shared_slot)
         if state.shared_overlay != overlay:
             state.shared_overlay, state.shared_cursor, state.crc = overlay, 0, 0
+            state.crc_without_last = None
         start = self._start(request, state.shared_cursor)
         self._add(self.shared, state.shared_slot, request.token_ids, start, half_life)
-        state.crc = _crc(request.token_ids[state.shared_cursor :], state.crc)
+        new = request.token_ids[state.shared_cursor :]
+        if len(new):
+            state.crc_without_last = _crc(new[:-1], state.crc)
+            state.crc = _crc(new[-1:], state.crc_without_last)
         state.shared_cursor = len(request.token_ids)
 
     def _add(
@@ -209,7 +228,7 @@ class Learner:
             if state.slot >= 0:
                 self.requests.release(state.slot)
             if state.shared_cursor:
-                self._past[request_id] = (state.shared_overlay, state.shared_cursor, state.crc)
+                self._past[request_id] = state.shared_overlay, state.learned
                 while len(self._past) > self._past_limit:
                     self._past.popitem(last=False)
 

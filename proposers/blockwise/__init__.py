@@ -308,12 +308,13 @@ class Blockwise(BaseProposer):
         """
         import torch
 
+        from vllm_spec_ext.top_columns import top_log_probs
+
         if self._options.tree:
-            scores = torch.log_softmax(logits.float(), dim=-1)
             count = min(self._options.candidates, self._logits.num_listed)
-            best, places = scores.topk(count, dim=-1)
+            best, places = top_log_probs(logits, count)
         elif need_probs:
-            best, places = torch.log_softmax(logits.float(), dim=-1).max(dim=-1, keepdim=True)
+            best, places = top_log_probs(logits, 1)
         else:
             places = logits.argmax(dim=-1, keepdim=True)
             best = torch.zeros(places.shape, dtype=torch.float32)

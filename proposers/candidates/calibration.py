@@ -115,16 +115,3 @@ class Calibration:
         """A request is gone, and with it the outcome of its last draft."""
         self._pending.pop(request_id, None)
         self.trust.forget(request_id)
-
-
-def credited(row: NDArray[np.int16], names: Sequence[str]) -> tuple[str, ...]:
-    """Names of the sources that named a node.
-
-    Args:
-        row: [columns] classes.
-        names: Of the sources.
-    """
-    places = row[: evidence.NUM_SOURCES].tolist()
-    return tuple(
-        name for name, place in zip(names, places, strict=True) if 0 < place < evidence.OTHERS
-    )

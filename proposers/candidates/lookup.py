@@ -42,7 +42,7 @@ class _Known:
 
     group: str | None  # that its text serves
     num_prompt_tokens: int
-    is_new: bool  # its answer is not known yet
+    num_remembered: int  # tokens of its answer, from before it was preempted
 
 
 class Lookup:
@@ -102,17 +102,22 @@ class Lookup:
     def follow(self, request: RequestStep) -> None:
         """See what a step gave; call it for each request in each step, right after it."""
         name = request.request_id
-        if request.room <= 0 and name in self._known and request.num_output_tokens % _SELDOM:
+        if request.room <= 0 and name in self._known and 0 < self._num_unread(request) < _SELDOM:
             return  # it is read later, all at once; of a request that ends, the last tokens are not
         if name not in self._known:
-            # A request that was preempted comes back with its output; that is known already.
-            is_new = request.num_output_tokens == len(request.new_tokens)
             group = request.share_group if request.options.remember else None
-            self._known[name] = _Known(group, request.num_prompt_tokens, is_new)
+            num_remembered = request.num_output_tokens - len(request.new_tokens)
+            self._known[name] = _Known(group, request.num_prompt_tokens, num_remembered)
         if self._keeps_texts:
             self._texts.of(request)
         if self._recycles and request.next_tokens is not None:
             self._rows.keep(self._rows_of(name), request.next_tokens)
+
+    def _num_unread(self, request: RequestStep) -> int:
+        text = self._texts.known(request.request_id)
+        if text is None:  # there are only rows to keep
+            return request.num_output_tokens % _SELDOM
+        return len(request.token_ids) - len(text)
 
     def grow(
         self,
@@ -159,8 +164,8 @@ class Lookup:
     def finish(self, request_id: str) -> None:
         """A request is gone, known or not; its answer stays."""
         known, text = self._known.pop(request_id, None), self._texts.known(request_id)
-        if known is not None and text is not None and known.is_new:
-            answer = text.tokens[known.num_prompt_tokens :].copy()
+        if known is not None and text is not None:
+            answer = text.tokens[known.num_prompt_tokens + known.num_remembered :].copy()
             self._answers.add(known.group, answer, answer)
         self._texts.forget(request_id)
         self._numbers.forget(request_id)

@@ -86,7 +86,9 @@ def best_part(  # type: ignore[no-untyped-def]
         above[place] = places[parent] if parent >= 0 else -1
     if branch_cost > 0.0:
         keeps = np.empty(size, np.bool_)
-        keep_paying(above, paths - np.float32(node_cost), branch_cost, keeps)
+        # What costs more than it gives is left out by `.node_choice`, or drafted as a trial.
+        gains = np.maximum(paths - np.float32(node_cost), np.float32(0.0))
+        keep_paying(above, gains, branch_cost, keeps)
         num_kept = 0
         for place in range(size):
             if keeps[place]:

@@ -21,12 +21,17 @@ class ShareNumbers:
         self._next = 0
 
     def of(self, group: str | None, request_id: str) -> int:
-        """Of a request's group, or of itself."""
-        if group is None:
-            if request_id not in self._requests:
-                self._requests[request_id] = self._new()
-            return self._requests[request_id]
-        return self._groups.of(group)
+        """Of a request's group, or of itself; the same as long as the request runs.
+
+        Of more groups than are kept each makes another one forgotten whenever it is used.
+        """
+        number = self._requests.get(request_id)
+        if number is None:
+            number = self._new() if group is None else self._groups.of(group)
+            self._requests[request_id] = number
+        elif group is not None:
+            self._groups.find(group)  # it is in use
+        return number
 
     def forget(self, request_id: str) -> None:
         """A request is gone."""

@@ -16,7 +16,8 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
-from vllm_spec_ext.proposers.candidates.calibration import Calibration, credited
+from vllm_spec_ext.proposers.candidates.calibration import Calibration
+from vllm_spec_ext.proposers.candidates.evidence import TOGETHER
 from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
 from vllm_spec_ext.proposers.candidates.lookup import Candidates, Lookup
 from vllm_spec_ext.proposers.candidates.node_choice import choose
@@ -50,7 +51,10 @@ class TreeDrafts:
 
         self._depth_first = depth_first
         depth_first(np.zeros((0, 3), np.int32))  # compile now
-        self._names = names
+        self._credited = [
+            tuple(name for place, name in enumerate(names) if together >> place & 1)
+            for together in range(1 << len(names))
+        ]
         self._adaptive = adaptive_length
         self._retries = Retries()
         self.calibration = Calibration()
@@ -124,5 +128,5 @@ class TreeDrafts:
             tree.tokens[order],
             parents if is_branching(parents.tolist()) else None,
             path_probs=tree.paths[order],
-            sources=tuple(credited(row, self._names) for row in evidence),
+            sources=tuple(map(self._credited.__getitem__, (evidence[:, TOGETHER] - 1).tolist())),
         )

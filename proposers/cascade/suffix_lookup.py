@@ -77,8 +77,9 @@ class SuffixLookup(BaseProposer):
         match = text.longest(suffix, options.max_ngram, own=not len(added))
         if match.length < options.min_ngram:
             return EMPTY_DRAFT.tokens
-        # A repetition shorter than what is wanted repeats itself.
-        whole = np.concatenate([text.tokens[match.latest :], added])
+        whole = text.tokens[match.latest : match.latest + most]
+        if len(whole) < most:  # a repetition shorter than what is wanted repeats itself
+            whole = np.concatenate([whole, added])
         return whole[np.arange(most) % len(whole)] if len(whole) else EMPTY_DRAFT.tokens
 
     def finish(self, request_ids: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from vllm_spec_ext.proposers.growth.drawing import distributions, draw
 from vllm_spec_ext.proposers.growth.grown_tree import GrownTree, Wish
 from vllm_spec_ext.proposers.models import Branch, DraftModel
 from vllm_spec_ext.proposers.records import RequestStep
+from vllm_spec_ext.top_columns import top_log_probs
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,7 @@ def _choose_children(
     if any(warm):
         divisors = [temperature or 1.0 for temperature in warm]
         logits = logits / torch.tensor(divisors, device=logits.device)[:, None]
-    if count == 1:
-        values, tokens = logits.max(dim=-1, keepdim=True)
-    else:
-        values, tokens = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    log_probs = values - logits.logsumexp(dim=-1, keepdim=True)
+    log_probs, tokens = top_log_probs(logits, count)
     # Waits for the device: drafts are scheduled from host memory.
     on_host = zip(rows, tokens.tolist(), log_probs.tolist(), strict=True)
     for row, ids, probs in on_host:

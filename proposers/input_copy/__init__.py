@@ -126,8 +126,9 @@ class InputCopy(BaseProposer):
         for request_id in request_ids:
             copy = self._copies.pop(request_id, None)
             if copy is not None and copy.remember:
-                answer = np.asarray(copy.output, np.int32)
-                self._answers.add(copy.share_group, answer, copy.output_index.tokens)
+                answer = np.asarray(copy.output[copy.num_remembered :], np.int32)
+                folded = copy.output_index.tokens[copy.num_remembered :]
+                self._answers.add(copy.share_group, answer, folded)
         if self._late is not None:
             self._late.forget(request_ids)
 
@@ -148,8 +149,8 @@ class InputCopy(BaseProposer):
         copy = self._copies.get(request.request_id)
         if copy is None:
             copy = self._copies[request.request_id] = self._start_copy(request)
-            # A request that was preempted comes back with its output; that is known already.
-            copy.remember &= request.num_output_tokens == len(request.new_tokens)
+            # A request that was preempted comes back with its output.
+            copy.num_remembered = request.num_output_tokens - len(request.new_tokens)
         num_known = request.num_prompt_tokens + len(copy.output)
         if num_known == len(request.token_ids):
             return copy
@@ -184,7 +185,7 @@ class InputCopy(BaseProposer):
         match = copy.source_index.longest(suffix, max_ngram, hint=max(lost_at, 0), need_all=True)
         own = copy.output_index.longest(suffix, max_ngram, own=not len(added))
         least = max(self.options.min_ngram, self.options.output_min_ngram, match.length + 1)
-        if self.options.also_output and own.length >= least:
+        if self.options.also_output and own.length >= least and own.latest < len(copy.output):
             return np.array(copy.output[own.latest : own.latest + most], np.int32)
         if match.length >= self.options.min_ngram:
             position = self._choose(match, lost_at)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of ``suffix_tree``."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from vllm_spec_ext.options import MethodOptions
 
@@ -23,3 +25,11 @@ class SuffixTreeOptions(MethodOptions):
     max_cache_salts: int = Field(default=16, ge=1, le=4096)
     """Number of ``cache_salt`` values that are remembered at a time; the one unused for longest is
     forgotten first. Requests without a salt do not count."""
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        if not (self.own_text or self.earlier_answers):
+            raise ValueError(
+                "found every source switched off; leave one of own_text, earlier_answers on"
+            )
+        return self

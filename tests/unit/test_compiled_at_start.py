@@ -63,8 +63,19 @@ apply_eta(torch.randn(3, 64), torch.tensor([0.1, 0.0, 0.2]), torch.tensor([0.0, 
 check(at_start)
 """
 
+TOP_COLUMNS = """
+import torch
+
+from vllm_spec_ext.top_columns import top_log_probs, warm_up
+
+warm_up()
+at_start = compiled()
+top_log_probs(torch.randn(3, 500), 8)
+check(at_start)
+"""
+
 METHODS = ("input_copy", "adaptive_ngram", "suffix_tree", "recycling", "auto")
-CASES = {**dict.fromkeys(METHODS, METHOD), "eta": ETA}
+CASES = {**dict.fromkeys(METHODS, METHOD), "eta": ETA, "top_columns": TOP_COLUMNS}
 
 
 def _failure_of(name: str) -> str:

@@ -43,6 +43,7 @@ from vllm_spec_ext.proposers.late_drafting import why_on_host
 from vllm_spec_ext.scorers.eta import warm_up as warm_up_eta
 from vllm_spec_ext.scorers.walk.multi_step import warm_up as warm_up_multi_step
 from vllm_spec_ext.scorers.walk.tree import warm_up as warm_up_walk
+from vllm_spec_ext.top_columns import warm_up as warm_up_top_columns
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -168,6 +169,7 @@ class Drafter:
         warm_up_walk()
         if device.type == "cpu":
             warm_up_eta()
+            warm_up_top_columns()
         if self.needs.distributions:
             warm_up_multi_step()
         if not self.ranks.leads:

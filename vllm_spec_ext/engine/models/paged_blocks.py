@@ -21,11 +21,11 @@ from vllm_spec_ext.engine.models.forward_pass import ForwardPass
 from vllm_spec_ext.engine.models.paged_model import PagedModel
 from vllm_spec_ext.engine.models.unread_states import UnreadStates
 from vllm_spec_ext.engine.packed_projection import packed_projection
-from vllm_spec_ext.engine.top_columns import top_columns
 from vllm_spec_ext.proposers.blockwise.draft_logits import DraftLogits
 from vllm_spec_ext.proposers.models import BlockWeights
 from vllm_spec_ext.proposers.nar.extras import Copies, SlotExtras, conditional_log_probs
 from vllm_spec_ext.proposers.records import Projection
+from vllm_spec_ext.top_columns import top_log_probs
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
@@ -173,9 +173,7 @@ class PagedBlocks(PagedModel):
             return BlockOutput(hidden.new_empty(0, 0).long(), hidden.new_empty(0, 0, 0))
         if shown is not None:
             logits = self._preferring_copies(hidden, logits, plan, shown)
-        scores = logits.float()
-        best, places = top_columns(scores, min(plan.num_candidates, self._logits.num_listed))
-        base = best - scores.logsumexp(dim=-1, keepdim=True)
+        base, places = top_log_probs(logits, min(plan.num_candidates, self._logits.num_listed))
         tokens = self._logits.tokens(places, shown)
         if self._tables is None:
             return BlockOutput(tokens, base.unsqueeze(1))

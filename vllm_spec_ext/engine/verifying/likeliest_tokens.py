@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_spec_ext.engine.top_columns import top_columns
 from vllm_spec_ext.proposers.base import NextTokens
+from vllm_spec_ext.top_columns import top_log_probs
 
 _NONE = -1
 
@@ -29,11 +29,8 @@ class LikeliestTokens:
             logits: [num_rows, vocab]; not modified.
             count: Of tokens.
         """
-        _, columns = top_columns(logits, count)
-        # One pass each over the logits: on a CPU faster than a logsumexp of these, and than a
-        # compiled loop on one core, behind a pass of the model.
-        probs = logits.softmax(-1, dtype=torch.float32).gather(-1, columns)
-        return cls(columns.to(torch.int32), probs)
+        log_probs, tokens = top_log_probs(logits, count)
+        return cls(tokens.to(torch.int32), log_probs.exp())
 
     def on_host(
         self, rows: torch.Tensor | None = None

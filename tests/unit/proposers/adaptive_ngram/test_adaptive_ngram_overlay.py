@@ -166,6 +166,22 @@ def test_preemption_teaches_the_shared_overlay_nothing_twice() -> None:
     assert row_of(learner.shared, 0, 1, 2) == {3: 2.0}
 
 
+def test_the_next_turn_of_a_session_teaches_the_shared_overlay_nothing_twice() -> None:
+    """vLLM takes the last token of a turn back."""
+    learner = make_learner()
+    learner.learn([step("a", [1, 2, 3, 4], new=4)], 0.0)
+    for token in (5, 6):
+        learner.learn([step("a", [1, 2, 3, 4, 5, 6][:token])], 0.0)
+    learner.finish(["a"])
+    learner.learn([step("a", [1, 2, 3, 4, 5, 7, 8], prompt=7, new=0)], 0.0)
+    assert row_of(learner.shared, 0, 1, 2) == {3: 1.0}
+    assert row_of(learner.shared, 0, 3, 4) == {5: 1.0}
+    assert row_of(learner.shared, 0, 4, 5) == {6: 1.0, 7: 1.0}
+    learner.finish(["a"])  # preempted right after it came back
+    learner.learn([step("a", [1, 2, 3, 4, 5, 7, 8, 9], prompt=7)], 0.0)
+    assert row_of(learner.shared, 0, 4, 5) == {6: 1.0, 7: 1.0}
+
+
 def test_roll_back_resets_the_slot() -> None:
     learner = make_learner(overlay="request")
     learner.learn([step("a", [1, 2, 3, 4])], 0.0)

@@ -453,6 +453,26 @@ def test_state_is_freed_and_a_resumed_request_starts_over() -> None:
     assert session.say(11, 12) == SOURCE[3:]
 
 
+def test_what_is_said_after_a_preemption_is_remembered() -> None:
+    session = Session(SOURCE, earlier_answers=1000)
+    session.say(40, 41, 42)
+    session.proposer.finish(["r"])
+    session.say(43)
+    session.say(44, 45)
+    session.proposer.finish(["r"])
+    memory = session.proposer.earlier_answers(UNSALTED)
+    assert memory is not None
+    said = [token for token in memory.tokens.tolist() if token < 1000]
+    assert said == [40, 41, 42, 43, 44, 45]
+
+
+def test_what_the_output_ends_with_is_looked_for_in_the_source_too() -> None:
+    session = Session([60, 30, 77, 78], also_output=True)
+    session.say(60, 30, 60, 30)
+    # Twice the same is the end of the output, with nothing behind it.
+    assert session.proposer.continue_from("r", [60, 30], 2).tolist() == [77, 78]
+
+
 def test_replay_shows_what_sharing_gains() -> None:
     recording = Recording([1, 2], [50, 51, 52, 53, 54, 55, 56, 57])
     steps = []

@@ -79,6 +79,15 @@ def test_rows_serve_the_requests_of_one_cache_salt(group: str, num_nodes: int) -
     assert len(draft.tokens) == num_nodes
 
 
+def test_more_cache_salts_at_once_than_are_kept_find_their_own_rows() -> None:
+    method = started(max_cache_salts=2)
+    for name in "abc" * 2:
+        seen = rows(*[(20 + i, 21 + i) for i in range(40)], first=40)
+        drafted(method, [9, 20, 21], seen, name, share_group=name)
+    for name in "abc":
+        assert len(drafted(method, [9, 20, 21, 22], None, name, share_group=name).tokens) == 6
+
+
 def test_a_request_may_keep_its_rows_to_itself() -> None:
     """It finds them; of its group nobody else does."""
     for remember, num_nodes in ((True, 6), (False, 0)):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The method by itself; what the search finds is in ../candidates/test_search.py."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,3 +91,69 @@ def test_a_request_may_keep_its_answer_to_itself() -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(SpecExtError, match="max_ngram"):
         started(max_ngram=0)
+
+
+class Costly(SuffixTree):
+    """In an engine whose nodes and branches cost something."""
+
+    branch_cost = 0.0
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        return super().propose(
+            replace(step, min_probability=0.3, branch_cost=self.branch_cost, fixed_cost=0.0)
+        )
+
+
+@pytest.mark.parametrize("branch_cost", [0.0, 0.05])
+def test_what_failed_for_long_is_tried_again_whatever_branches_cost(branch_cost: float) -> None:
+    """Two hundred requests whose copies are wrong, and then those whose copies are right."""
+    draw = np.random.default_rng(0)
+
+    def request(copies: bool) -> Recording:
+        said = words(60, int(draw.integers(1 << 30)))
+        other = [said[20], *words(39, int(draw.integers(1 << 30)))]
+        return Recording([*said, *said[:20]], said[20:] if copies else other)
+
+    method = Costly(parse_options(SuffixTreeOptions, {"earlier_answers": 0}, "suffix_tree"))
+    method.start(engine())
+    method.branch_cost = branch_cost
+    replay(method, [request(copies=False) for _ in range(200)], engine())
+    result = replay(method, [request(copies=True) for _ in range(60)], engine())
+    assert result.tokens_per_step > 2
+
+
+def test_what_is_said_after_a_preemption_is_remembered_once() -> None:
+    method = started(own_text=False)
+    answer = words(40, 5)
+    drafted(method, [7, 8, *answer[:10]], 2, share_group=UNSALTED)
+    method.finish(["a"])  # preempted
+    again = RequestStep("a", np.array([7, 8, *answer[:11]], np.int32), 2, answer[10:11], 6)
+    method.propose(StepContext([replace(again, share_group=UNSALTED)]))
+    drafted(method, [7, 8, *answer], 2, share_group=UNSALTED)
+    method.finish(["a"])
+    assert drafted(method, [9, *answer[:5]], 1, "b", share_group=UNSALTED).tokens[0] == answer[5]
+    assert (
+        drafted(method, [9, *answer[20:30]], 1, "c", share_group=UNSALTED).tokens[0] == answer[30]
+    )
+    (memory,) = method._lookup._answers._memories.values()
+    assert len(memory) == len(answer) + 2  # two separators
+
+
+@pytest.mark.parametrize("first", [3, 8])
+def test_what_is_said_while_nothing_is_drafted_is_remembered(first: int) -> None:
+    """Eight tokens at a time are read then, wherever the count began."""
+    method = started()
+    text = [5, *words(400, 6)]
+    known = 1
+    for end in range(1 + first, len(text), 8):
+        step = RequestStep("a", np.array(text[:end], np.int32), 1, text[known:end], 0)
+        method.propose(StepContext([replace(step, share_group=UNSALTED)]))
+        known = end
+    method.finish(["a"])
+    (memory,) = method._lookup._answers._memories.values()
+    assert len(memory) > known - 16
+
+
+def test_it_needs_a_source() -> None:
+    with pytest.raises(SpecExtError, match="own_text, earlier_answers"):
+        started(own_text=False, earlier_answers=0)
