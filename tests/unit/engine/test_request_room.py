@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_spec_ext.engine.drafting.shadow_drafts import ShadowDrafts
 from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
 from vllm_spec_ext.engine.requests.state import KnownRequest, RequestState
 from vllm_spec_ext.options import RequestOptions
+from vllm_spec_ext.proposers.base import Draft, RequestStep
 
 
 def state_of(**more: Any) -> RequestState:
@@ -34,6 +36,37 @@ def test_nobody_learns_what_was_accepted_behind_the_end_of_an_answer() -> None:
     # An asynchronous scheduler has one more step on its way by then.
     assert seen(11, [10]) == ([*range(8)], [], 0)
     assert seen(11, []) == ([*range(8)], [], 0)
+
+
+def test_no_step_is_saved_by_what_was_accepted_behind_the_end_of_an_answer() -> None:
+    counted: list[tuple[int, ...]] = []
+    budget = SimpleNamespace(verified=lambda *given: counted.append(given[:3]))
+    drafts: Any = SimpleNamespace(budget=budget, _num_branches=lambda step: 0)
+    step: Any = SimpleNamespace(
+        states=[state_of(ends=frozenset({7})), state_of()],
+        drafts=[[6, 7, 8, 9], [7]],
+        started=None,
+    )
+    StepDrafts._observe_step(drafts, step, [[6, 7, 8, 9, 1], [7, 2]])
+    assert counted == [(2, 5, 2 + 2)]
+
+
+def test_a_session_that_waits_for_its_next_turn_ends_the_drafts_that_were_followed() -> None:
+    def seen(name: str, *tokens: int) -> Any:
+        return RequestStep(name, np.array(tokens, np.int32), 1, tokens[-1:], 4)
+
+    told: list[tuple[int, ...]] = []
+    budget = SimpleNamespace(shadowed=lambda *given: told.append(given))
+    drafts: Any = SimpleNamespace(budget=budget, _shadows=ShadowDrafts())
+    begun = [seen("session", 1, 5), seen("other", 1, 5)]
+    drafts._shadows.keep(begun, [Draft(np.array([6, 7, 8, 9], np.int32))] * 2)
+    ended, goes_on = state_of(over_at=4), state_of()
+    step: Any = SimpleNamespace(request_ids=["session", "other"], states=[ended, goes_on])
+    StepDrafts._follow_shadows(drafts, step, [seen("session", 1, 5, 6, 7), seen("other", 1, 5, 2)])
+    step = SimpleNamespace(request_ids=["other"], states=[goes_on])
+    StepDrafts._follow_shadows(drafts, step, [seen("other", 1, 5, 2, 3)])
+    assert not drafts._shadows
+    assert told == [(2, 8, 2)]
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,21 @@ def test_nonsense_is_left_out() -> None:
     assert math.isclose(before.plain_s, after.plain_s)
 
 
+@pytest.mark.parametrize("most", [100.0, 1000.0])
+def test_however_a_machines_speed_changes_a_plain_step_takes_time(most: float) -> None:
+    for seed in range(30):
+        rng, costs, slower, until = random.Random(seed), StepCosts(), 1.0, 0
+        for step in range(600):
+            if step >= until:
+                slower = math.exp(rng.uniform(0.0, math.log(most))) if rng.random() < 0.5 else 1.0
+                until = step + rng.randint(3, 30)
+            requests = rng.randint(1, 16)
+            drafted = requests * rng.choice((0, 0, 4, 8))
+            costs.observe(requests, drafted, slower * (0.03 + 0.0003 * (requests + drafted)))
+            found = costs.estimate(requests)
+            assert found is None or found.plain_s > 0.0, (seed, step)
+
+
 def after_free_tokens() -> StepCosts:
     """One request, whose five draft tokens cost nothing, as rows that fill a core up do."""
     costs, rng = StepCosts(), random.Random(0)

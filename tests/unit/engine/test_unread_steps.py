@@ -30,7 +30,8 @@ def test_requests_that_stayed_are_known_by_their_row() -> None:
         new = [[step], [10 + step], [20 + step]]
         assert unread.can_take(NAMES, new)
         unread.take(new)
-    unread.forget(["b"])  # it is gone, or was preempted and comes back with its name
+    # It is gone, or was preempted and comes back with its name.
+    assert unread.forget(["b", "never seen"]) == 2
     found = unread.begin_reading(("c", "b", "a", "d"))
     assert (found.num_steps, found.num_requests) == (2, 3)
     assert found.places == {"a": 0, "c": 2}

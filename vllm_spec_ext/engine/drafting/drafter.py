@@ -302,6 +302,11 @@ class Drafter:
             refused_drafts=num_refused,
         )
 
+    def count_unread(self, num_tokens: int) -> None:
+        """Count steps of requests that left before they were read; each gave one token."""
+        if num_tokens:
+            self.counts.add(steps=num_tokens, emitted_tokens=num_tokens, empty_drafts=num_tokens)
+
     def count_held_back(self, num_requests: int) -> None:
         """Count requests that may draft less than they have room for, to save time."""
         self.counts.add(held_back=num_requests)

@@ -109,7 +109,7 @@ class _SizeClass:
         square = _dot(by_n_covariance, by_n) / plain**2
         return CostEstimate(
             plain,
-            math.sqrt(variance),
+            math.sqrt(max(0.0, variance)),
             self.num_measured,
             overhead,
             per_token,
@@ -124,7 +124,7 @@ class _SizeClass:
         self._drift(now)
         expected = max(_dot(row, self.state), 0.1 * self.state[0])
         covariances = self._covariance_with(row)
-        spread = math.sqrt(_dot(row, covariances) + (self._noise * expected) ** 2)
+        spread = self._spread(row, covariances, expected)
         surprise = (seconds - expected) / spread
         if surprise > _OUTLIER:
             self._outliers[has_drafts] += 1
@@ -138,7 +138,7 @@ class _SizeClass:
                 most = _first_token(self.num_requests) * self.state[0]
                 self.covariance[2][2] += min(most, abs(seconds - expected) / num_drafted) ** 2
             covariances = self._covariance_with(row)
-            spread = math.sqrt(_dot(row, covariances) + (self._noise * expected) ** 2)
+            spread = self._spread(row, covariances, expected)
             surprise = (seconds - expected) / spread
         self._outliers[has_drafts] = 0
         self.num_measured += has_drafts
@@ -153,6 +153,18 @@ class _SizeClass:
         e, f, g, h = covariances
         self.state = (a + e * step, b + f * step, c + g * step, d + h * step)
         self._add_covariance(-1.0 / spread**2, covariances)
+
+    def _spread(self, row: _Four, covariances: _Four, expected: float) -> float:
+        # Rounding leaves a little below 0 where the machine's speed changed a thousandfold.
+        return math.sqrt(max(0.0, _dot(row, covariances)) + (self._noise * expected) ** 2)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether a plain step takes any time, by what is known.
+
+        A step with drafts of another speed, long after the last one, may be shared out wrongly.
+        """
+        return self.state[0] > 0.0
 
     def _covariance_with(self, row: _Four) -> _Four:
         """The covariance matrix times a vector."""
@@ -217,6 +229,9 @@ class StepCosts:
         if key not in self._classes and not self._start(num_requests, num_drafted, seconds):
             return
         self._classes[key].observe(num_requests, num_drafted, seconds, self._now)
+        if not self._classes[key].is_sound:
+            del self._classes[key]  # the next step opens it again
+            self._first.pop(key, None)
 
     def estimate(self, num_requests: int) -> CostEstimate | None:
         """Costs at this batch size, guessed from the nearest known one; None = nothing known."""

@@ -4,6 +4,7 @@
 import time
 from collections.abc import Container, Iterable, Sequence
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,8 +88,9 @@ class StepDrafts:
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone."""
-        self._shadows.forget(request_ids)
-        self._unread.forget(request_ids)
+        gone = list(request_ids)
+        self._shadows.forget(gone)
+        self._runner.drafter.count_unread(self._unread.forget(gone))
 
     def make(
         self,
@@ -150,7 +152,7 @@ class StepDrafts:
             for row in rows
         ]
         self._add_next_tokens(step, rows, requests)
-        known = self._follow_shadows(requests)
+        known = self._follow_shadows(step, requests)
         could_draft = any(request.room > 0 for request in requests)
         allowance = self._within_budget(requests)
         hidden = None
@@ -230,6 +232,7 @@ class StepDrafts:
         if any(step.drafts) or not self._unread.can_take(step.request_ids, new_tokens):
             return False
         self._leave_unread(new_tokens)
+        self._runner.drafter.count_held_back(sum(state.options.enabled for state in step.states))
         self.budget.rested(len(new_tokens), now - step.started, time.perf_counter() - now)
         return True
 
@@ -241,7 +244,8 @@ class StepDrafts:
         """By now the new tokens are on the host; returns the time, at which drafting starts."""
         now = time.perf_counter()
         if self.budget is not None:
-            emitted = list(filter(None, map(len, new_tokens)))
+            # What was accepted behind the end of an answer saves no step.
+            emitted = list(filter(None, map(length_of_answer, new_tokens, step.states)))
             drafted = [token for draft in step.drafts for token in draft]
             # Placeholders (-1) take time, and are no drafts that failed.
             num_drafted = sum(token >= 0 for token in drafted)
@@ -259,9 +263,12 @@ class StepDrafts:
         """Paths that leave another one, of all drafts that the step verified."""
         return sum(len(segment_bounds(tree)) - 1 for tree in step.parents if tree is not None)
 
-    def _follow_shadows(self, requests: Sequence[RequestStep]) -> list[StepOutcome]:
+    def _follow_shadows(self, step: Step, requests: Sequence[RequestStep]) -> list[StepOutcome]:
         """Outcomes of drafts that were not verified, as far as they are known now."""
         outcomes, result = self._shadows.follow(requests)
+        # An answer that is over goes on no more, and its session may wait for long.
+        over = (state.over_at is not None for state in step.states)
+        self._shadows.forget(compress(step.request_ids, over))
         if result is not None and self.budget is not None:
             self.budget.shadowed(result.num_requests, result.num_drafted, result.num_accepted)
         return outcomes
@@ -280,7 +287,7 @@ class StepDrafts:
         if allowance.max_tokens is None or not requests:
             return allowance
         if allowance.max_tokens and self._runner.drafter.needs.shares_nodes:
-            self._runner.drafter.count_held_back(len(requests))
+            self._runner.drafter.count_held_back(sum(room > 0 for room in rooms))
             return allowance
         self._num_held_back += 1  # the remainder goes to another request each time
         given = shares(allowance.max_tokens, rooms, self._num_held_back % len(requests))

@@ -67,7 +67,6 @@ class UnreadTokens:
         """What is unread of a request; each of these tokens is of another step."""
         return self._tokens.pop(name, [])
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Requests that are gone; the last few tokens of these are never read."""
-        for name in names:
-            self._tokens.pop(name, None)
+    def forget(self, names: Iterable[str]) -> int:
+        """Requests that are gone; how many of their last tokens are never read."""
+        return sum(len(self.pop(name)) for name in names)

@@ -171,6 +171,7 @@ def expand_metadata(metadata: "SamplingMetadata", batch: DraftBatch) -> "Samplin
         return None if values is None else values[of_row]
 
     output = metadata.output_token_ids
+    needs_histories = not metadata.no_penalties or bool(metadata.bad_words_token_ids)
     return replace(
         metadata,
         temperature=pick(metadata.temperature),
@@ -181,7 +182,8 @@ def expand_metadata(metadata: "SamplingMetadata", batch: DraftBatch) -> "Samplin
         frequency_penalties=pick(metadata.frequency_penalties),
         presence_penalties=pick(metadata.presence_penalties),
         repetition_penalties=pick(metadata.repetition_penalties),
-        output_token_ids=_histories(output, batch) if output else output,
+        # For these alone, and long: vLLM keeps them of thinking budgets, too.
+        output_token_ids=_histories(output, batch) if output and needs_histories else [],
         allowed_token_ids_mask=pick(metadata.allowed_token_ids_mask),
         bad_words_token_ids=_by_row(metadata.bad_words_token_ids, batch),
         logitsprocs=_minimum_lengths(metadata.logitsprocs, batch, of_row.device),
