@@ -65,7 +65,9 @@ def split_data(data: TokenData, max_length: int, num_held_out: int, seed: int) -
     """Put some sequences aside, at most a tenth of those long enough to learn from.
 
     All answers to a prompt are on the same side, or held-out text would be known by heart, and all
-    copies of a text without one; it is the different ones that are counted.
+    copies of a text without one; it is the different ones that are counted. Which side that is
+    follows from the prompt and the seed: with more texts, or fewer put aside, none that was learned
+    from before is held out.
 
     Raises:
         SpecExtError: Fewer than two different sequences have two tokens after their prompt.
@@ -86,8 +88,10 @@ def split_data(data: TokenData, max_length: int, num_held_out: int, seed: int) -
             f"prompt within max_length={max_length}, {len(texts)} of them different; expected at "
             "least 2. Add prompts or raise --max-length"
         )
-    order = np.random.default_rng([seed, 0]).permutation(texts)
     count = min(num_held_out, max(1, len(texts) // 10))
+    order = sorted(
+        texts.tolist(), key=lambda number: _hash(_told_apart_by(data, number, max_length), seed)
+    )
     aside = np.isin(originals, order[:count])
     return Split(train=usable[~aside], held_out=usable[aside])
 
@@ -98,8 +102,9 @@ def _told_apart_by(data: TokenData, number: int, max_length: int) -> NDArray[np.
     return data.sequence(number)[: prompt if prompt > 1 else max_length]
 
 
-def _hash(token_ids: NDArray[np.int32]) -> bytes:
-    return hashlib.blake2b(token_ids.tobytes(), digest_size=16).digest()
+def _hash(token_ids: NDArray[np.int32], seed: int = 0) -> bytes:
+    person = str(seed).encode()[-16:]
+    return hashlib.blake2b(token_ids.tobytes(), digest_size=16, person=person).digest()
 
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: arrays have no hash

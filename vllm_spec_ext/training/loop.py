@@ -186,6 +186,7 @@ def restore(task: Task, folder: Path, identity: dict[str, Any], resume: str) -> 
             "--resume restart"
         ) from error
     wanted = json.loads(json.dumps(identity, sort_keys=True))
+    saved.setdefault("split", "shuffled")  # by the versions before
     # Names that the version which wrote the state did not know yet are not compared.
     differing = sorted(n for n in saved if saved[n] != wanted.get(n))
     if differing:

@@ -16,6 +16,7 @@ import torch
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
+from vllm_spec_ext.training.atomic import read_json
 from vllm_spec_ext.training.batches import used_lengths
 from vllm_spec_ext.training.distill import (
     RECORDING,
@@ -34,6 +35,7 @@ from vllm_spec_ext.training.hidden import (
 )
 from vllm_spec_ext.training.loop import LoopSettings, check_resume, restore, run_loop
 from vllm_spec_ext.training.prompts import check_prompt_file
+from vllm_spec_ext.training.provenance import NAME as RECORD_NAME
 from vllm_spec_ext.training.provenance import record_command
 from vllm_spec_ext.training.schema import Training
 from vllm_spec_ext.training.shards import MANIFEST_NAME, TokenData, read_data
@@ -105,6 +107,8 @@ def prepare(config: Training, make_task: MakeTask[TaskT], report: Report) -> Tas
             report=report,
         )
         states = cached_states(folder, target, data, config.max_length, layers)
+    if config.stage == "eval":
+        warn_of_another_split(config, report)
     return make_task(target, data, states)
 
 
@@ -127,6 +131,7 @@ def train(config: Training, task: DraftTask, report: Report, free_to_change: Set
     identity["prompts_sha256"] = task.data.manifest.get("prompts_sha256")
     identity["num_tokens"] = len(task.data.token_ids)
     identity["data_sha256"] = task.data.sha256
+    identity["split"] = "by prompt"
     report(
         f"{task.shape}"
         f"; {len(task.split.train)} sequences to train on, {len(task.split.held_out)} held out; "
@@ -223,6 +228,21 @@ def check_data(data: TokenData, target: Target, max_length: int) -> None:
         raise SpecExtError(
             f"{data.folder} was made with another tokenizer (fingerprint {stored[:19]}…) than "
             f"{target.name}'s ({found[:19]}…); make the data again with this target"
+        )
+
+
+def warn_of_another_split(config: Training, report: Report) -> None:
+    """Say so if some of the texts to measure with were trained on, by the record of the run."""
+    try:
+        trained = read_json(config.run_folder / RECORD_NAME)["settings"]
+        seed, held_out = trained["seed"], trained["eval_sequences"]
+    except (SpecExtError, FileNotFoundError, KeyError, TypeError):
+        return  # trained elsewhere, or its record is gone
+    if config.seed != seed or config.eval_sequences > held_out:
+        report(
+            f"--seed {config.seed} and --eval-sequences {config.eval_sequences} hold out texts "
+            f"that were trained on with --seed {seed} and --eval-sequences {held_out} "
+            f"({config.run_folder / RECORD_NAME}), so these figures are too good"
         )
 
 

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.loop import STATE_NAME, restore
 from vllm_spec_ext.training.prompts import read_prompts
+from vllm_spec_ext.training.provenance import record_command
 from vllm_spec_ext.training.record_states import RecordOptions, RecordStates, collect
 from vllm_spec_ext.training.shards import (
     TokenData,
@@ -35,7 +38,7 @@ from vllm_spec_ext.training.shards import (
     shard_path,
     write_shard,
 )
-from vllm_spec_ext.training.stages import cut_off
+from vllm_spec_ext.training.stages import cut_off, warn_of_another_split
 from vllm_spec_ext.training.target import Target
 from vllm_spec_ext.training.text_copies import TextCopies
 
@@ -234,16 +237,51 @@ def test_copies_of_a_text_are_on_one_side() -> None:
     held_out = {copied[i] for i in split.held_out}
     assert held_out.isdisjoint(copied[i] for i in split.train)
     assert len(split.held_out) == 5 * len(held_out) == 5
-    # Texts that are all different are split as they always were: a saved run can be resumed.
-    plain = split_data(texts, 100, num_held_out=3, seed=4)
-    order = np.random.default_rng([4, 0]).permutation(np.arange(40))
-    assert plain.held_out.tolist() == sorted(order[:3].tolist())
-    assert plain.train.tolist() == sorted(order[3:].tolist())
     same = TokenData(
         texts.folder, {}, np.tile(texts.sequence(0), 40), texts.offsets, texts.prompt_lengths
     )
     with pytest.raises(SpecExtError, match=r"40 of 40 sequences .* 1 of them different"):
         split_data(same, 100, 3, 4)
+
+
+def test_what_was_trained_on_is_never_held_out_later() -> None:
+    """Where texts came since, fewer are held out, or more are long enough."""
+    draw = np.random.default_rng(0)
+    ids = draw.integers(0, 100, (400, 9), dtype=np.int32)
+
+    def told(size: int, count: int, max_length: int = 100, seed: int = 4) -> tuple[set[int], ...]:
+        lengths = np.full(size, 9)
+        prompts = np.where(np.arange(size) % 7, 4, 6)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        data = TokenData(Path(), {}, ids[:size].ravel(), offsets, prompts)
+        split = split_data(data, max_length, count, seed)
+        return set(split.train.tolist()), set(split.held_out.tolist())
+
+    trained, held_out = told(200, 15)
+    assert len(held_out) == 15
+    for later in (told(400, 15), told(200, 5), told(400, 10)):
+        assert later[1]
+        assert not later[1] & trained
+    short, _ = told(200, 15, max_length=7)
+    assert len(short) < len(trained)  # long prompts leave too little
+    assert not told(200, 15)[1] & short
+    assert told(200, 15, seed=5)[1] != held_out
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_said"), [((4, 200), False), ((4, 100), False), ((4, 201), True), ((5, 200), True)]
+)
+def test_measuring_with_texts_that_were_trained_on_is_said(
+    tmp_path: Path, asked: tuple[int, int], is_said: bool
+) -> None:
+    settings = {"seed": 4, "eval_sequences": 200}
+    record_command(tmp_path, torch.device("cpu"), settings, {})
+    said: list[str] = []
+    config: Any = SimpleNamespace(run_folder=tmp_path, seed=asked[0], eval_sequences=asked[1])
+    warn_of_another_split(config, said.append)
+    assert any("trained on with --seed 4" in line for line in said) == is_said
+    config.run_folder = tmp_path / "none"
+    warn_of_another_split(config, pytest.fail)
 
 
 def test_answers_to_one_prompt_are_on_one_side() -> None:

@@ -100,7 +100,7 @@ def test_kl_leads_to_the_targets_distribution(settings: Settings) -> None:
 def test_nothing_cut_is_the_target(settings: Settings) -> None:
     figures = task_of(settings(layers=4)).measure()
     assert figures.overlap == pytest.approx(1.0, abs=1e-4)
-    assert figures.accuracy["top1"] == pytest.approx(figures.target_agreement)
+    assert figures.accuracy["top1"] == pytest.approx(figures.target_agreement, abs=5e-5)  # rounded
     assert figures.vocab_coverage == 1.0
 
 
