@@ -26,7 +26,7 @@ def when_imported(name: str, action: Callable[[ModuleType], object]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Gets out of the way when its module is looked for."""
+    """Gets out of the way once its module was imported; others may look for it before."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], object]) -> None:
         self.of = name, action
@@ -37,10 +37,19 @@ class _Waiting(MetaPathFinder):
         name, action = self.of
         if fullname != name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        sys.meta_path.remove(self)  # or it would be asked again by this
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+
+        def act(module: ModuleType) -> None:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                action(module)
+
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenActing(spec.loader, action)
+            spec.loader = _ThenActing(spec.loader, act)
         return spec
 
 

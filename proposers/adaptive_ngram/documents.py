@@ -4,6 +4,7 @@
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,11 +36,11 @@ def read_documents(path: Path, field: str) -> Iterator[tuple[str, int]]:
         plain = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         done = 0
         try:
-            for document in reader(io.TextIOWrapper(plain, encoding="utf-8"), path, field):
+            for document in reader(io.TextIOWrapper(plain, encoding="utf-8-sig"), path, field):
                 position = raw.tell()
                 yield document, position - done
                 done = position
-        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+        except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise SpecExtError(f"cannot read {path}: {error}; expected UTF-8 text") from error
 
 

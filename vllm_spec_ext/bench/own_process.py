@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A measurement in a process of its own, which gives all its memory back."""
 
+import contextlib
+import ctypes
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,6 +13,15 @@ from typing import Any
 
 from vllm_spec_ext.bench.engine_client import EngineFailed, root_cause
 from vllm_spec_ext.errors import SpecExtError
+
+_SYSTEM: Any = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # Linux
+
+
+def _end_with_parent() -> None:
+    """A measurement must not go on, on all cores, when the command that waits for it is killed."""
+    with contextlib.suppress(AttributeError):  # another system
+        _SYSTEM.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def measure_apart(module: str, arguments: Sequence[str], path: Path, failure: str) -> Any:
@@ -30,6 +42,7 @@ def measure_apart(module: str, arguments: Sequence[str], path: Path, failure: st
         capture_output=True,
         text=True,
         check=False,
+        preexec_fn=_end_with_parent,
     )
     if done.returncode == 2:
         raise SpecExtError(done.stderr.rpartition("SpecExtError: ")[2].strip())

@@ -182,7 +182,7 @@ def read_text(source: str) -> str:
         )
     try:
         data = Path(source).read_bytes()
-        return (gzip.decompress(data) if source.endswith(".gz") else data).decode("utf-8")
+        return (gzip.decompress(data) if source.endswith(".gz") else data).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise SpecExtError(
             f"cannot read prompts {source!r}: {error}; give a JSON Lines file or {BUNDLED!r}"

@@ -226,7 +226,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure, print, and write what was measured."""
+    """Measure, print, and write what was measured; exit status 2 for bad input."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--sizes", type=int, nargs="+", default=[0, 1, 2, 4, 8, 16, 24, 32, 48, 64])
@@ -239,7 +239,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the table here")
     given = vars(parser.parse_args())
     path: Path | None = given.pop("json")
-    rows = measure(**given)
+    try:
+        rows = measure(**given)
+    except SpecExtError as error:
+        parser.exit(2, f"SpecExtError: {error}\n")
     if path is not None:
         given["rows"] = rows
         path.write_text(json.dumps(given, indent=1), encoding="utf-8")

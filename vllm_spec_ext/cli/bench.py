@@ -78,7 +78,10 @@ def bench(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="One more method as NAME or NAME=JSON; repeatable."),
+        typer.Option(
+            help="One more method as NAME or NAME=JSON; repeatable. These, and those of --methods, "
+            "take the place of the defaults and of those in --config."
+        ),
     ] = None,
     ngram_grid: Annotated[bool | None, typer.Option(help=help_of("ngram_grid"))] = None,
     config: Annotated[
@@ -246,9 +249,11 @@ def run(settings: BenchSettings, console: Console, log_dir: Path | None) -> Benc
         settings.questions(),
     )
     with LogFolder("bench", log_dir) as logs, ProgressEvents(result, console) as events:
-        run_benchmark(result, logs.path, events)
-        if result.failures:
-            logs.keep()
+        try:
+            run_benchmark(result, logs.path, events)
+        finally:  # the message of each names its log, however this ends
+            if result.failures:
+                logs.keep()
     return result
 
 
@@ -352,5 +357,10 @@ class ProgressEvents(Events):
 
 
 def _names(methods: str | None, extra: Iterable[str] | None) -> list[str]:
+    if methods and "{" in methods:
+        raise SpecExtError(
+            f"--methods: found {methods!r}, expected names; give each method with options by "
+            "--method NAME=JSON"
+        )
     names = [name.strip() for name in methods.split(",") if name.strip()] if methods else []
     return [*names, *(extra or ())]

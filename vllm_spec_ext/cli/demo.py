@@ -87,9 +87,11 @@ def demo(
     facts = provenance.collect(sys.argv)
     try:
         with LogFolder("demo") as logs:
-            run(result, facts, logs.path, out, errors)
-            if result.failures:
-                logs.keep()
+            try:
+                run(result, facts, logs.path, out, errors)
+            finally:
+                if result.failures:
+                    logs.keep()
     except EngineFailed as error:
         errors.print(f"vllm-spec: {error}", markup=False, highlight=False)
         raise typer.Exit(EXIT_FAILED) from error

@@ -109,6 +109,13 @@ def doctor(
         "log_dir": log_dir,
     }
     if method is not None:
+        given = {"fix": fix, "url": url, "ray": ray, "vllm": source, "hooks": all_hooks}
+        unused = [f"--{name}" for name, value in given.items() if value]
+        if unused:
+            raise SpecExtError(
+                f"found {', '.join(unused)} beside --method, which checks the drafters of a method "
+                "and nothing else; run one after the other"
+            )
         from vllm_spec_ext.cli.drafter_doctor import check_drafters
 
         check_drafters(method, **drafter, trials=trials, as_json=as_json)
@@ -119,7 +126,14 @@ def doctor(
             f"found {', '.join(unused)}, expected --method NAME=JSON beside: that is for the check "
             "of a drafter; add it, or leave these out"
         )
+    if not trials:
+        raise SpecExtError("found --no-trials, expected --method NAME=JSON beside it")
     if source is not None:
+        if fix or url or ray:
+            raise SpecExtError(
+                "found --vllm beside --fix, --url or --ray; it reads files of another vLLM and "
+                "does nothing else, so leave it out, or the others"
+            )
         look_at(source, as_json=as_json, all_hooks=all_hooks)
         return
     done = vllm_metadata.repair() if fix else None

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from vllm_spec_ext.bench.engine_client import EngineFailed
+from vllm_spec_ext.errors import SpecExtError
 
 
 class LogFolder:
@@ -24,7 +25,10 @@ class LogFolder:
             given: The user's own, which stays.
         """
         self.path = given or Path(tempfile.mkdtemp(prefix=f"vllm-spec-{command}-"))
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SpecExtError(f"--log-dir {given}: {error}; expected a folder") from error
         self._stays = given is not None
 
     def keep(self) -> None:

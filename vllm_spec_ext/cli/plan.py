@@ -3,8 +3,6 @@
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +14,9 @@ from rich.console import Console
 
 from vllm_spec_ext.bench import datasets, figures
 from vllm_spec_ext.bench.draft_plan import PAIRS, Pair, parse_tree
-from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed, root_cause
+from vllm_spec_ext.bench.engine_client import EngineClient, EngineFailed
 from vllm_spec_ext.bench.methods import Method, parse_method
+from vllm_spec_ext.bench.own_process import measure_apart
 from vllm_spec_ext.bench.planner import Recording, StepTimes, expected_speed_up, read_recording
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.session import sampling_of
@@ -57,6 +56,7 @@ plan_app = typer.Typer(add_completion=False, cls=ManyValuesGroup, invoke_without
 plan_app.command("paper", cls=ManyValues)(plan_paper)
 plan_app.command("cluster", cls=ManyValues)(plan_cluster)
 _SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
+_LONGEST_CHAIN = 8
 _DEFAULTS: dict[str, Any] = {"limit": 12, "max_tokens": 96, "batch_size": [1, 8]}
 
 
@@ -105,7 +105,10 @@ def plan(
             help="Draft models to rank instead of methods, folders or names; A+B drafts with both."
         ),
     ] = None,
-    chain: Annotated[int, typer.Option(min=1, max=64, help="Longest chain of a draft model.")] = 8,
+    chain: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help=r"With --drafts: longest chain. \[default: 8]"),
+    ] = None,
     pair: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,16 +145,12 @@ def plan(
         return
     if drafts and (method or plot):
         raise SpecExtError("--drafts ranks draft models; drop --method and --plot")
+    if not drafts and (pair or tree or chain):
+        raise SpecExtError("--chain, --pair and --tree are for draft models; name some by --drafts")
     names = split_names(drafts or [])
     pairs = tuple(Pair.parse(text) for text in pair) if pair else PAIRS
     expansions = tuple(parse_tree(text) for text in tree or [])
-    methods = [] if drafts else [parse_method(text) for text in method or ["input_copy"]]
-    for wanted in methods:
-        if not wanted.ours:
-            raise SpecExtError(
-                f"{wanted.name}: only this plugin's methods record their drafts; expected one of "
-                + ", ".join(registry.names())
-            )
+    methods = [] if drafts else [_own_method(text) for text in method or ["input_copy"]]
     if plot is not None:
         figures.require_matplotlib()  # before minutes of measuring
     check_writable(json_file, plot)
@@ -182,7 +181,7 @@ def plan(
                     settings,
                     questions,
                     names,
-                    longest=chain,
+                    longest=chain or _LONGEST_CHAIN,
                     pairs=pairs,
                     trees=expansions,
                     context=context,
@@ -264,6 +263,16 @@ def record_method(
     return Recorded(method, found, statistics.fmean(facts.prompt_lengths) + tokens / 2)
 
 
+def _own_method(text: str) -> Method:
+    found = parse_method(text)
+    if not found.ours:
+        raise SpecExtError(
+            f"{found.name}: only this plugin's methods record their drafts; expected one of "
+            + ", ".join(registry.names())
+        )
+    return found
+
+
 def measure_times(
     settings: BenchSettings,
     nodes: Sequence[int],
@@ -274,28 +283,23 @@ def measure_times(
     """Times of steps with drafts of some shapes, measured in a process of their own.
 
     Raises:
+        SpecExtError: Settings that do not fit together.
         EngineFailed: It ended without them.
     """
     path = folder / "times.json"
     arguments = {"dtype": settings.dtype, **settings.engine_args}
-    done = subprocess.run(
+    found = measure_apart(
+        "vllm_spec_ext.bench.step_probe",
         [
-            *(sys.executable, "-m", "vllm_spec_ext.bench.step_probe", "--model", settings.model),
-            *("--shapes", *shapes, "--sizes", *map(str, nodes)),
+            *("--model", settings.model, "--shapes", *shapes, "--sizes", *map(str, nodes)),
             *("--batch-sizes", *map(str, settings.batch_size), "--context", str(context)),
-            *("--rounds", "2"),
-            *("--engine-args", json.dumps(arguments), "--json", str(path)),
+            *("--rounds", "2", "--engine-args", json.dumps(arguments)),
         ],
-        capture_output=True,
-        text=True,
-        check=False,
+        path,
+        "steps could not be measured",
     )
-    if done.returncode:
-        reason = root_cause(done.stderr + done.stdout) or done.stderr[-500:]
-        raise EngineFailed(f"steps could not be measured: {reason}")
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     tables: dict[Shape, dict[int, dict[int, float]]] = {shape: {} for shape in shapes}
-    for row in rows:
+    for row in found["rows"]:
         for shape, table in tables.items():
             table.setdefault(row["batch"], {})[row["nodes"]] = row[shape] / 1e3
     return {shape: StepTimes(table) for shape, table in tables.items()}

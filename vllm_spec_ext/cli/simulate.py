@@ -57,7 +57,7 @@ def read_recordings(path: Path, tokenizer: object | None, limit: int = 0) -> lis
         raise SpecExtError(f"no such file: {path}; expected recorded outputs as JSON lines")
     recordings: list[Recording] = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip() and (not limit or len(recordings) < limit):
                     recordings.append(_recording(line, f"{path}, line {number}", tokenizer))
@@ -340,7 +340,13 @@ def simulate(
         figures.check_format(plot)
     check_writable(json_file, plot)
     times = None if steps is None else _step_times(steps, batch_size)
-    points = make_points(method, parse_grid(settings or []))
+    grid = parse_grid(settings or [])
+    if len({point.get("adaptive_length") for point in grid}) > 1:
+        raise SpecExtError(
+            "--set adaptive_length: a replay has no times of steps, so it drafts as much either "
+            "way; leave it out"
+        )
+    points = make_points(method, grid)
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     items = read_recordings(recordings, loaded, limit)
     groups: dict[str, list[Recording]] = {"": items}

@@ -71,6 +71,12 @@ def test_gzipped_files(tmp_path: Path) -> None:
         _load(str(path))
 
 
+def test_files_that_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    assert _load(str(path))[0].opening == ({"role": "user", "content": "a"},)
+
+
 def test_template_goes_around_texts_and_leaves_other_braces_alone(tmp_path: Path) -> None:
     source = _write(tmp_path, {"prompt": "f{x}"})
     (question,) = _load(source, template="{a} <{text}>")

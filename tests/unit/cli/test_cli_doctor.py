@@ -306,6 +306,24 @@ def test_options_of_a_drafter_need_a_method(capsys: pytest.CaptureFixture[str]) 
     assert "--method" in shown
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "x=y", "--fix"], "found --fix beside --method"),
+        (["--method", "x=y", "--hooks", "--url", "u"], "found --url, --hooks beside --method"),
+        (["--no-trials"], "expected --method NAME=JSON"),
+        (["--vllm", "x.whl", "--fix"], "found --vllm beside"),
+    ],
+)
+def test_nothing_is_silently_left_out(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 HEADS = f"blockwise={json.dumps({'model': str(demo_heads())})}"
 
 

@@ -3,10 +3,16 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,6 +128,9 @@ def test_chains_and_trees_are_priced_each_by_its_own_steps(
         (["--prompts", "none.jsonl"], "cannot read prompts"),
         (["--batch-size", "200,300"], "24 prompts never fill a batch of 200, 300"),
         (["--batch-size", "4", "--limit", "2"], "2 prompts never fill a batch of 4"),
+        (["--tree", "4,1"], "name some by --drafts"),
+        (["--pair", "a=0.1"], "name some by --drafts"),
+        (["--chain", "8"], "name some by --drafts"),
     ],
 )
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,6 +210,43 @@ def test_bad_drafts(arguments: list[str], message: str, capsys: pytest.CaptureFi
         main(["plan", "--model", "m", *arguments])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_settings_that_do_not_fit_are_bad_input_in_its_process_too(tmp_path: Path) -> None:
+    settings = BenchSettings(model="m", engine_args={"max_model_len": 64})
+    with pytest.raises(SpecExtError, match="raise it or lower --context") as error:
+        plan_module.measure_times(settings, [0, 8], 256, ["chain"], tmp_path)
+    assert not isinstance(error.value, EngineFailed)
+
+
+def test_a_measurement_ends_with_the_command_that_waits_for_it(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[-1]).write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    written = tmp_path / "pid"
+    code = (
+        "from pathlib import Path\n"
+        "from vllm_spec_ext.bench.own_process import measure_apart\n"
+        f"measure_apart('sleeper', [], Path({str(written)!r}), 'nothing')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        wait_until(lambda: written.is_file() and written.read_text() != "")
+    finally:
+        command.kill()
+        command.wait()
+    pid = int(written.read_text())
+    wait_until(lambda: not psutil.pid_exists(pid))
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_a_draft_that_cannot_be_measured(tmp_path: Path) -> None:

@@ -357,6 +357,8 @@ def test_simulate_and_corpus_commands(tmp_path: Path, monkeypatch: pytest.Monkey
     shown = runner.invoke(make_app(), ["corpus", "info", out, "--verify", "--json"])
     assert json.loads(shown.stdout)["num_tokens"] == 250
     given = ["simulate", str(recordings), "--tokenizer", "t", "--set", "tree=true,false"]
+    refused = runner.invoke(make_app(), [*given, "--set", "adaptive_length=true,false"])
+    assert "a replay has no times of steps" in str(refused.exception)
     given += ["--set", "num_speculative_tokens=4,8", "--set", f"corpus={out}", "--by-category"]
     done = runner.invoke(make_app(), [*given, "--json", str(figures)], catch_exceptions=False)
     assert done.exit_code == 0

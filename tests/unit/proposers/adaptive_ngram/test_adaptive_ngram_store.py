@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base store: rows counted by hand, round trip, refusal of everything that is not intact."""
 
+import gzip
 import itertools
 import json
 import time
@@ -190,6 +191,14 @@ def test_documents(tmp_path: Path) -> None:
     text.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(SpecExtError, match="UTF-8"):
         list(read_documents(text, ""))
+    text.write_bytes(b"\xef\xbb\xbfa")  # a byte order mark is no part of the text
+    assert [piece for piece, _ in read_documents(text, "")] == ["a"]
+    packed = tmp_path / "x.txt.gz"
+    damaged = bytearray(gzip.compress(np.random.default_rng(0).bytes(5000).hex().encode()))
+    damaged[200:300] = b"\xff" * 100
+    packed.write_bytes(damaged)
+    with pytest.raises(SpecExtError, match=r"cannot read .*x\.txt\.gz"):
+        list(read_documents(packed, ""))
 
 
 def test_texts_are_neither_cut_nor_filled_up() -> None:
