@@ -179,13 +179,14 @@ def test_several_api_servers_add_up(tmp_path: Path) -> None:
     """As vLLM starts them: a folder in which each process keeps its metrics."""
     from prometheus_client import CollectorRegistry, multiprocess
 
-    for steps in (3, 4):
-        subprocess.run(
+    servers = [
+        subprocess.Popen(
             [sys.executable, "-c", API_SERVER, str(Path(__file__).parent), str(steps)],
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
-            check=True,
-            timeout=200,
         )
+        for steps in (3, 4)
+    ]
+    assert [server.wait(timeout=200) for server in servers] == [0, 0]
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, str(tmp_path))
     labels = {"method": "input_copy", "rule": "exact"}
