@@ -76,22 +76,19 @@ def split_data(data: TokenData, max_length: int, num_held_out: int, seed: int) -
     first_copy: dict[bytes, int] = {}
     originals = np.array(
         [
-            first_copy.setdefault(_hash(_told_apart_by(data, number, max_length)), number)
+            first_copy.setdefault(_hash(_told_apart_by(data, number, max_length), seed), number)
             for number in usable.tolist()
         ],
         np.int64,
     )  # [len(usable)] the first sequence with the same prompt, or text
-    texts = np.unique(originals)
-    if len(texts) < 2:
+    if len(first_copy) < 2:
         raise SpecExtError(
             f"{data.folder}: {len(usable)} of {len(data)} sequences have two tokens after their "
-            f"prompt within max_length={max_length}, {len(texts)} of them different; expected at "
-            "least 2. Add prompts or raise --max-length"
+            f"prompt within max_length={max_length}, {len(first_copy)} of them different; "
+            "expected at least 2. Add prompts or raise --max-length"
         )
-    count = min(num_held_out, max(1, len(texts) // 10))
-    order = sorted(
-        texts.tolist(), key=lambda number: _hash(_told_apart_by(data, number, max_length), seed)
-    )
+    count = min(num_held_out, max(1, len(first_copy) // 10))
+    order = [number for _, number in sorted(first_copy.items())]
     aside = np.isin(originals, order[:count])
     return Split(train=usable[~aside], held_out=usable[aside])
 
@@ -102,7 +99,7 @@ def _told_apart_by(data: TokenData, number: int, max_length: int) -> NDArray[np.
     return data.sequence(number)[: prompt if prompt > 1 else max_length]
 
 
-def _hash(token_ids: NDArray[np.int32], seed: int = 0) -> bytes:
+def _hash(token_ids: NDArray[np.int32], seed: int) -> bytes:
     person = str(seed).encode()[-16:]
     return hashlib.blake2b(token_ids.tobytes(), digest_size=16, person=person).digest()
 
