@@ -23,6 +23,7 @@ from test_greedy_identity import runner_of
 from vllm_spec_ext.engine.drafting.draft_budget import UNLIMITED
 from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
 from vllm_spec_ext.engine.models import host
+from vllm_spec_ext.environment import STRICT
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.models import SlotCandidates, SlotHint
 from vllm_spec_ext.proposers.nar import Nar, drawing
@@ -353,6 +354,40 @@ def test_the_context_is_written_even_if_nothing_is_drafted(
     (output,) = run(engine, Scenario([{"max_tokens": 1}], ["no draft follows a single token"]))
     assert model.counts.rows == before + len(output.prompt_token_ids)
     assert model.counts.forwards == forwards
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_context_that_cannot_be_written_costs_its_drafts_and_nothing_else(
+    always: bool,
+    engines: Any,
+    expected: dict[str, Any],
+    records: list[Record],
+    resting: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whenever it fails: while something drafts, when it ends, or when blocks change hands."""
+    monkeypatch.delenv(STRICT)
+    engine = engines("chain")
+    engine.reset_prefix_cache()
+    module = runner_of(engine).drafter.models.paged[0].module
+    write, turns, failed = module.precompute_and_store_context_kv, itertools.count(), []
+
+    def fails(*arguments: Any) -> None:
+        if always or next(turns) % 2:
+            failed.append("of memory")
+            raise RuntimeError("out of memory")
+        write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "precompute_and_store_context_kv", fails)
+        assert tokens(run(engine, SCENARIOS["mixed_lengths"])) == expected["mixed_lengths"]
+    assert len(failed) > 1
+    assert not always or all(found is None for *_, found in records)
+    run(engine, Scenario([{"max_tokens": 1}], PROMPTS[:1]))  # the requests of before leave now
+    engine.reset_prefix_cache()
+    records.clear()
+    assert tokens(run(engine, SCENARIOS["mixed_lengths"])) == expected["mixed_lengths"]
+    assert all(found is not None for _, _, slots, found in records if slots > 0)
 
 
 @pytest.mark.parametrize("name", ["all_chain", "all_tree"])

@@ -367,6 +367,50 @@ def test_a_context_that_could_not_be_written_is_not_trusted() -> None:
     assert model.predict([request_step([*tokens, 4])], [0], 2, 1) == [None]
 
 
+def test_a_failed_pass_costs_what_it_was_to_write_and_no_more() -> None:
+    """The states of it are gone; what was written before is still there, for others, too."""
+    toy = with_states()
+    model = block_model(toy)
+    shared = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    model.begin_step([batch_row(shared, 0, [3, 4, 5])])
+    assert model.predict([request_step(shared)], [0], 2, 1) != [None]
+    model.end_step(True)
+    other = [*range(9, 0, -1)]
+    model.begin_step([batch_row([*shared, 1], 8, [3, 4, 5]), batch_row(other, 0, [7, 8, 9], "b")])
+    states, toy.target_rows = toy.target_rows, {}
+    with pytest.raises(KeyError) as caught:
+        model.predict([request_step(other, "b")], [0], 2, 1)
+    assert "get no drafts" in caught.value.__notes__[0]
+    model.end_step(True)
+    toy.target_rows = states
+    texts = {"a": [*shared, 1, 2], "b": [*other, 1], "c": [*shared[:8], 3, 4]}
+    model.begin_step(
+        [
+            batch_row(texts["a"], 9, [3, 4, 5]),
+            batch_row(texts["b"], 8, [7, 8, 9], "b"),
+            batch_row(texts["c"], 8, [3, 4, 10], "c"),
+        ]
+    )
+    requests = [request_step(text, name) for name, text in texts.items()]
+    found = model.predict(requests, [0, 1, 2], 2, 1)
+    assert [one is None for one in found] == [True, True, False]
+
+
+def test_what_waited_for_a_failed_pass_is_not_trusted() -> None:
+    toy = with_states()
+    model = block_model(toy)
+    tokens = [1, 2, 3]
+    model.begin_step([batch_row(tokens, 0, [3])])
+    model.end_step(True)  # waits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "write_context", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.settle()
+        model.settle()  # nothing waits any more
+    model.begin_step([batch_row([*tokens, 4], 2, [3])])
+    assert model.predict([request_step([*tokens, 4])], [0], 2, 1) == [None]
+
+
 def test_warming_up_touches_no_request_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = with_states(1)
     model = block_model(toy)

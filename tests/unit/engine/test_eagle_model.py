@@ -170,6 +170,30 @@ def test_a_request_with_a_gap_gets_no_drafts_and_others_do() -> None:
     assert not trunk.alive
 
 
+def test_a_failed_pass_costs_what_it_was_to_read_and_no_more() -> None:
+    """The states of it are gone; what was read before is still there, for others, too."""
+    toy = ToyHead(1, BLOCKS + SCRATCH, BLOCK)
+    model = head_model(toy)
+    toy.target_rows = {row: np.zeros(6) for row in range(9)}
+    shared = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    model.begin_step([batch_row(shared, 0, [3, 4, 5])])
+    assert model.sync([request_step(shared)], [0]) != [None]
+    model.end_step(True)
+    toy.outputs = []
+    model.begin_step([batch_row([*shared, 1], 8, [3, 4, 5])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "forward", lambda plan: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as caught:
+            model.sync([request_step([*shared, 1])], [0])
+    assert "get no drafts" in caught.value.__notes__[0]
+    model.end_step(True)
+    goes_on, begins_alike = [*shared, 1, 2], [*shared[:8], 3, 4]
+    model.begin_step([batch_row(goes_on, 9, [3, 4, 5]), batch_row(begins_alike, 8, [3, 4, 6], "b")])
+    found = model.sync([request_step(goes_on), request_step(begins_alike, "b")], [0, 1])
+    assert found[0] is None
+    assert found[1] is not None
+
+
 def test_what_stands_in_front_of_a_picture_is_read_for_others() -> None:
     """vLLM's prefix cache gives it to prompts without one, whose states nobody has any more."""
     toy = ToyHead(1, BLOCKS + SCRATCH, BLOCK)

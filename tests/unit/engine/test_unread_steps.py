@@ -48,9 +48,11 @@ def test_what_is_unread_of_a_request_that_sits_a_step_out_is_read_before() -> No
         begun.append([one.request_id for one in rows])
         assert unread.num_steps == 1
 
-    models = SimpleNamespace(begin_step=begin_step, end_step=lambda could_draft: None)
+    drafter = SimpleNamespace(
+        models=True, begin_models=begin_step, end_models=lambda could_draft: None
+    )
     runner = SimpleNamespace(
-        drafter=SimpleNamespace(models=models),
+        drafter=drafter,
         spec_step=SimpleNamespace(request_ids=NAMES),
         rows_of=lambda step, new: [row(name, 3, [0]) for name in step.request_ids],
     )

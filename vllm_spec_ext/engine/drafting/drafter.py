@@ -14,8 +14,10 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_spec_ext.engine.drafting.barrier import Barrier
 from vllm_spec_ext.engine.drafting.ranks import Ranks
+from vllm_spec_ext.engine.drafting.unread_tokens import UnreadSteps
 from vllm_spec_ext.engine.models.batch_events import block_events
 from vllm_spec_ext.engine.models.host import ModelHost
+from vllm_spec_ext.engine.models.hosted_model import BatchRow
 from vllm_spec_ext.engine.packed_projection import packed_projection
 from vllm_spec_ext.engine.starting.scratch import NO_SCRATCH, ScratchNeed
 from vllm_spec_ext.engine.starting.spec_config import SpecExtConfig
@@ -315,6 +317,16 @@ class Drafter:
         """Do something for the proposer whose failure must not end the engine."""
         self._barrier.call(what, call, None)
 
+    def begin_models(self, rows: Sequence[BatchRow], unread: UnreadSteps) -> None:
+        """The target ran these rows, and models and views may read them.
+
+        Args:
+            rows: Of the step that is read.
+            unread: Those that went by before.
+        """
+        self.guarded("reading", lambda: self.models.begin_step(rows, unread))
+        self.guarded("reading", lambda: self.views.begin_step(rows))
+
     def end_models(self, could_draft: bool) -> float:
         """Drafting is over: models read along, and what was used for drafts is free again.
 
@@ -338,6 +350,8 @@ class Drafter:
         """
         if (self.models or self.views) and self.ranks.leads:
             events = block_events(scheduler_output, gone, self.models.group)
+            if events.change_hands:
+                self.guarded("reading", self.models.settle)
             self.models.update(events)
             self.views.update(events)
 
@@ -399,7 +413,7 @@ class Drafter:
             target=self._target_name(),
             vocab_size=self._engine.vocab_size,
             folder=proposer.drafter_folder(settings.options),
-            files=proposer.drafter_files(settings.options),
+            read_files=partial(proposer.drafter_files, settings.options),
             drafting=proposer.student_facts,
         )
         first = self._is_first_process

@@ -73,14 +73,14 @@ class StepDrafts:
 
         Others may find it in their blocks: a second turn, or the same request when it comes back.
         """
-        models = self._runner.drafter.models
-        if not models or not self._unread.has_any(leaving):
+        drafter = self._runner.drafter
+        if not drafter.models or not self._unread.has_any(leaving):
             return
         step = self._runner.spec_step  # the last one, which went by
         rows = self._runner.rows_of(step, [[-1]] * len(step.request_ids))
         # As behind that step: its states are among those that were kept.
-        models.begin_step(list(map(behind, rows)), self._unread.begin_reading(()))
-        models.end_step(could_draft=False)
+        drafter.begin_models(list(map(behind, rows)), self._unread.begin_reading(()))
+        drafter.end_models(could_draft=False)
 
     def settle_all_but(self, scheduled: Container[str]) -> None:
         """The same of requests that stay and take no part in the step to come."""
@@ -176,9 +176,7 @@ class StepDrafts:
         self._record(step, rows, requests, hidden)
         models, views = runner.drafter.models, runner.drafter.views
         if models or views:
-            batch = runner.rows_of(step, new_tokens)
-            models.begin_step(batch, unread)
-            views.begin_step(batch)
+            runner.drafter.begin_models(runner.rows_of(step, new_tokens), unread)
         rooms = [request.room for request in requests]  # whatever the proposer writes there
         made = runner.drafter.draft(context, step.outcomes(new_tokens), known)
         prompt_seconds = 0.0

@@ -27,7 +27,7 @@ from vllm_spec_ext.engine.models.branches import PagedBranch, Scratch
 from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
 from vllm_spec_ext.engine.models.forward_pass import Part
 from vllm_spec_ext.engine.models.forward_times import ForwardTimes
-from vllm_spec_ext.engine.models.hosted_model import BatchRow, Counts
+from vllm_spec_ext.engine.models.hosted_model import LOST, BatchRow, Counts
 from vllm_spec_ext.proposers.models import BlockFacts, BlockWeights, SlotCandidates, SlotHint
 from vllm_spec_ext.proposers.records import RequestStep
 
@@ -243,10 +243,14 @@ class BlockModel:
         self._num_waiting = self._num_waiting + len(plan.positions) if wait else 0
         try:
             self._runner.write_context(plan, wait)
-        except BaseException:
-            self.blocks.clear()  # some of it was marked as filled
-            self._known.clear()
+        except BaseException as error:
+            self._num_waiting = 0
+            self.blocks.take_back()
+            self._known.clear()  # what was known may have been expected
+            error.add_note(LOST)
             raise
+        if not wait:
+            self.blocks.confirm()
         seconds = time.perf_counter() - started
         self._count(0, len(plan.positions), seconds)
         return seconds
@@ -262,7 +266,7 @@ class BlockModel:
         start = self._filled(row, end)
         if start >= end or start < row.computed:
             return None
-        self.blocks.fill(row.blocks, start, end)
+        self.blocks.expect(row.blocks, start, end)
         self._known[row.request_id] = end
         own = len(row.blocks)
         branch = PagedBranch(-1, end, True, own=row.blocks, num_own=own)

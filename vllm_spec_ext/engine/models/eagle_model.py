@@ -34,6 +34,7 @@ class EagleModel(HostedModel):
     """
 
     _num_outputs = 0
+    _loses_what_failed = True
 
     # -- the engine's side ------------------------------------------------------------------------
 

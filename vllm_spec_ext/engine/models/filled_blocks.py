@@ -28,6 +28,7 @@ class FilledBlocks:
         """
         self.block_size = block_size
         self._filled = np.zeros(num_blocks, np.int32)
+        self._expected: list[tuple[Int32s, Int32s]] = []  # blocks, and what they held before
 
     def enter(self, blocks: Sequence[int], num_computed: int) -> None:
         """A request came with these blocks, or came back.
@@ -90,6 +91,25 @@ class FilledBlocks:
         block = table[last]
         self._filled[block] = max(int(self._filled[block]), end - last * size)
 
+    def expect(self, table: Int32s, start: int, end: int) -> None:
+        """The same of a pass to come: :meth:`confirm` when it ran, or :meth:`take_back`."""
+        if end > start:
+            size = self.block_size
+            blocks = table[start // size : -(-end // size)].copy()
+            self._expected.append((blocks, self._filled[blocks]))
+            self.fill(table, start, end)
+
+    def confirm(self) -> None:
+        """What was expected is there."""
+        self._expected.clear()
+
+    def take_back(self) -> None:
+        """What was expected is not there, and everything else is as it was."""
+        while self._expected:
+            blocks, before = self._expected.pop()
+            self._filled[blocks] = before
+
     def clear(self) -> None:
         """Nothing is known any more."""
+        self._expected.clear()
         self._filled[:] = 0

@@ -168,11 +168,14 @@ class ModelHost:
         if self.block_models:
             ranks.lead(run)
 
+    def settle(self) -> None:
+        """Blocks are about to change hands: make the KV of all states that wait."""
+        with ExitStack() as stack:
+            for model in self.block_models:
+                stack.callback(model.settle)
+
     def update(self, events: BlockEvents) -> None:
-        """Blocks change hands, before a step runs."""
-        if events.change_hands:
-            for block_model in self.block_models:
-                block_model.settle()
+        """Blocks change hands, before a step runs; behind :meth:`settle`."""
         for model in self._all:
             model.forget(events.gone)
             model.blocks.copied(events.copied)

@@ -82,8 +82,14 @@ class Counts:
     seconds: float = 0.0
 
 
+LOST = "What this pass was to read of the target cannot be had again: texts with it get no drafts."
+
+
 class HostedModel:
     """Implements :class:`vllm_spec_ext.proposers.models.DraftModel`."""
+
+    _loses_what_failed = False
+    """Whether the input of a pass that failed is gone."""
 
     def __init__(
         self,
@@ -405,7 +411,7 @@ class HostedModel:
     def _fill(self, row: BatchRow, start: int, end: int) -> None:
         """Mark as filled what is about to be read; only what lies in the request's own blocks."""
         end = min(end, len(row.blocks) * self._block_size)
-        self.blocks.fill(row.blocks, start, end)
+        self.blocks.expect(row.blocks, start, end)
         known = self._known[row.request_id]
         known.filled = max(known.filled, end)
 
@@ -435,14 +441,17 @@ class HostedModel:
         """
         if not parts:
             return []
-        plan = self._plan(parts)
-        started = time.perf_counter()
         try:
+            plan = self._plan(parts)
+            started = time.perf_counter()
             logits = self._runner.forward(plan)
-        except BaseException:
-            self.blocks.clear()  # some of it was marked as filled
-            self._known.clear()
+        except BaseException as error:
+            self.blocks.take_back()
+            self._known.clear()  # what was known may have been expected
+            if self._loses_what_failed:
+                error.add_note(LOST)
             raise
+        self.blocks.confirm()
         seconds = time.perf_counter() - started
         if len(plan.wanted):  # else a GPU may still be at it
             self._times.observe(plan.num_rows, seconds)

@@ -110,14 +110,15 @@ class PagedBlocks(PagedModel):
     @torch.inference_mode()
     def write_context(self, plan: ContextRows, wait: bool = False) -> None:
         """Make KV of the target's states, or keep them until the next ones that do not wait."""
+        waiting, self._waiting = self._waiting, []  # where this fails none of it is there
         if len(plan.states):
             rows = self._on_device(plan.states)
             states = torch.cat([state[rows] for state in self._states], dim=-1)  # copies
             places = self._on_device(plan.positions), self._on_device(plan.slots)
-            self._waiting.append((states, *places))
+            waiting.append((states, *places))
         if wait:
+            self._waiting = waiting
             return
-        waiting, self._waiting = self._waiting, []
         states, positions, slots = map(torch.cat, zip(*waiting, strict=True))
         self.module.precompute_and_store_context_kv(
             self.module.combine_hidden_states(states), positions, slots
