@@ -13,11 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.errors import RanksApartError, SpecExtError
 from vllm_spec_ext.online.folder import (
     FACTS,
     STATE,
@@ -51,6 +52,7 @@ logger = logging.getLogger("vllm.spec_ext")
 
 _POLL_S = 0.25
 _TELL_S = 2.0
+_READ_AGAIN_S = 30.0
 _KEPT_VERDICTS = 50
 _KEPT_SERVED = 4
 _LOCK = "engine.lock"
@@ -64,13 +66,13 @@ class Origin:
     target: str
     vocab_size: int
     folder: Path  # with the weights of the start
-    files: Mapping[str, bytes]  # of version 0, by name
+    read_files: Callable[[], Mapping[str, bytes]]  # of version 0, by name; may take gigabytes
     drafting: Mapping[str, int] = field(default_factory=dict)  # as of FolderFacts
 
-    @property
+    @cached_property
     def drafter(self) -> str:
         """Their hash."""
-        return drafter_hash(self.files)
+        return drafter_hash(self.read_files())
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ class OnlineSession:
         self._has_stepped = False  # since the thread looked
         self._wants_trainer = options.start_trainer
         self._unreadable = -1  # a version that a follower could not read
+        self._read_again_at = 0.0
         self._lock = threading.RLock()
         self._stop = threading.Event()
         if self._is_first:
@@ -219,7 +222,7 @@ class OnlineSession:
             )
             self._turn_left = self._learner.steps_a_turn
         self._turn_left -= 1
-        self._use(self._version_of(self._role))
+        self._use_or_refuse(self._version_of(self._role))
         if len(self._weights) > 1:  # a version that was refused drafts no more, and is let go
             kept = {0, self._state.serving, self._state.trying, self._using}
             self._weights = {name: value for name, value in self._weights.items() if name in kept}
@@ -320,7 +323,7 @@ class OnlineSession:
             for name in (FACTS, STATE, f"{SAMPLES}/*", f"{VERSIONS}/v00000000"):
                 remove_partials(self._root, name)
             if 0 not in version_numbers(self._root):
-                write_version(self._root, 0, origin.files, origin.drafter)
+                write_version(self._root, 0, origin.read_files(), origin.drafter)
             facts = FolderFacts(
                 method=origin.method,
                 target=origin.target,
@@ -430,8 +433,27 @@ class OnlineSession:
 
     def _use(self, number: int) -> None:
         if number != self._using:
+            self._using = -1  # where it fails nobody knows what is there
             self._learner.use_weights(self._weights[number])
             self._using = number
+
+    def _use_or_refuse(self, number: int) -> None:
+        """Use a version; one that cannot be used (a GPU may have no room left) is refused."""
+        try:
+            self._use(number)
+        except RanksApartError:
+            raise
+        except Exception as error:
+            self._say(f"version {number} cannot be used: {type(error).__name__}: {error}")
+            if number == self._state.trying:
+                self._judge(number, False, _refused(error), 0.0, 0.0)
+                self._trial.cancel()
+                self._set(trying=None)
+            elif number == self._state.serving and number:
+                self._judge(number, False, _refused(error), 0.0, 0.0)
+                self._serve(0, "the version in use cannot be used any more")
+            self._role, self._turn_left = "serving", 0
+            self._use(self._state.serving)
 
     def _take(self, ready: _Ready) -> None:
         if self._state.frozen and ready.serve is None:
@@ -535,7 +557,7 @@ class OnlineSession:
             self._ready = _Ready(newest, self._read(newest), None)
         except SpecExtError as error:
             self._set(handled=max(newest, self._state.handled))
-            self._judge(newest, False, f"refused: {error}", 0.0, 0.0)
+            self._judge(newest, False, _refused(error), 0.0, 0.0)
             self._say(f"version {newest} is refused, {self._state.serving} goes on: {error}")
 
     def _read_ordered(self, number: int, serial: int) -> None:
@@ -551,13 +573,16 @@ class OnlineSession:
     def _follow(self) -> None:
         """Serve what the first replica serves."""
         wanted = (read_record(self._root, EngineState) or EngineState()).serving
-        if wanted in (self._state.serving, self._unreadable) or self._ready is not None:
+        if wanted == self._state.serving or self._ready is not None:
+            return
+        if wanted == self._unreadable and time.monotonic() < self._read_again_at:
             return
         try:
             weights = self._known_or_read(wanted)
             self._ready = _Ready(wanted, weights, "the first replica serves it")
         except SpecExtError as error:
-            self._unreadable = wanted
+            # A shared file system may show it later.
+            self._unreadable, self._read_again_at = wanted, time.monotonic() + _READ_AGAIN_S
             self._say(str(error))
 
     def _known_or_read(self, number: int) -> object:
@@ -566,7 +591,12 @@ class OnlineSession:
 
     def _read(self, number: int) -> object:
         folder = check_version(self._root, number, self._origin.drafter)
-        return self._learner.read_weights(folder)
+        try:
+            return self._learner.read_weights(folder)
+        except SpecExtError:
+            raise
+        except Exception as error:  # the device may have no room for it
+            raise SpecExtError(f"{folder}: {type(error).__name__}: {error}") from error
 
     def _watch_trainer(self) -> None:
         status = None if self._trainer is None else self._trainer.poll()
@@ -595,3 +625,8 @@ class OnlineSession:
                 "lost": self._num_lost,
             }
         )
+
+
+def _refused(error: Exception) -> str:
+    kind = "" if isinstance(error, SpecExtError) else f"{type(error).__name__}: "
+    return f"refused: {kind}{error}"

@@ -41,7 +41,8 @@ def drafter_hash(files: Mapping[str, bytes]) -> str:
     """What identifies a drafter: its files' content, 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for name in sorted(files):
-        digest.update(f"{name}:{len(files[name])}:".encode() + files[name])
+        digest.update(f"{name}:{len(files[name])}:".encode())
+        digest.update(files[name])
     return digest.hexdigest()[:16]
 
 

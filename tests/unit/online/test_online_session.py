@@ -17,6 +17,7 @@ import pytest
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online import folder_lock
+from vllm_spec_ext.online import session as session_module
 from vllm_spec_ext.online.folder import (
     Control,
     EngineState,
@@ -42,10 +43,14 @@ class Learner:
         found = (folder / NAME).read_bytes()
         if found == b"other shape":
             raise SpecExtError("another shape")
+        if found == b"no room to read":
+            raise RuntimeError("out of memory")
         return found
 
     def use_weights(self, weights: object) -> None:
         assert isinstance(weights, bytes)
+        if weights == b"no room to use":
+            raise RuntimeError("out of memory")
         self.used.append(weights)
 
 
@@ -62,7 +67,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(*, is_first: bool, steps_a_turn: int = 1, **more: Any) -> Any:
         options = {"folder": str(tmp_path / "online"), "guard": 0.0, **more}
-        origin = Origin("blockwise", "toy", 10, own, {NAME: b"own"})
+        origin = Origin("blockwise", "toy", 10, own, lambda: {NAME: b"own"})
         learner = Learner(steps_a_turn)
         given = OnlineOptions.model_validate(options)
         made.append(OnlineSession(given, origin, learner, is_first=is_first))
@@ -197,6 +202,69 @@ def test_a_version_that_a_replica_cannot_read(start: Start, tmp_path: Path) -> N
     until(lambda: follower._ready is not None)
     follower.begin_step()
     assert learner.used == [b"own", b"three"]
+
+
+def test_a_version_that_could_not_be_read_is_looked_at_again(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system of several machines may show it later."""
+    monkeypatch.setattr(session_module, "_READ_AGAIN_S", 0.5)
+    root = tmp_path / "online"
+    first, _ = start(is_first=True)
+    first.close()  # so that it says nothing in between
+    follower, learner = start(is_first=False)
+    write_record(root, EngineState(serving=1))
+    until(lambda: cannot_read(follower, 1))
+    publish(root, 1, b"one")
+    until(lambda: follower._ready is not None)
+    follower.begin_step()
+    assert learner.used == [b"own", b"one"]
+
+
+@pytest.mark.parametrize("data", [b"no room to read", b"no room to use"])
+def test_a_version_that_the_device_has_no_room_for_is_refused_once(
+    data: bytes, start: Start, tmp_path: Path
+) -> None:
+    root = tmp_path / "online"
+    session, learner = start(is_first=True, trial_steps=40)
+    publish(root, 1, data)
+    if data == b"no room to use":
+        until(lambda: session._ready is not None)
+    else:
+        until(lambda: len(session.state.verdicts) > 0)
+    for _ in range(5):
+        session.begin_step()
+    assert session.state.trying is None
+    (verdict,) = session.state.verdicts
+    assert (verdict.version, verdict.kept) == (1, False)
+    assert "refused" in verdict.reason
+    assert "RuntimeError: out of memory" in verdict.reason
+    assert learner.used[-1] == b"own"
+    publish(root, 2, b"two")  # goes on
+    until(lambda: session._ready is not None)
+    session.begin_step()
+    assert session.state.trying == 2
+    time.sleep(0.6)  # two looks
+    assert len(session.state.verdicts) == 1
+
+
+def test_a_version_in_use_that_cannot_be_used_any_more(start: Start, tmp_path: Path) -> None:
+    """It drafted before a trial, and the device has no room left to go back to it."""
+    root = tmp_path / "online"
+    session, learner = start(is_first=True, trial_steps=40)
+    publish(root, 1, b"one")
+    until(lambda: session._ready is not None)
+    session.begin_step()
+    session._serve(1, "it was better")
+    session.begin_step()
+    assert learner.used[-1] == b"one"
+    session._use(0)
+    session._weights[1] = b"no room to use"
+    session.begin_step()
+    assert session.state.serving == 0
+    assert learner.used[-1] == b"own"
+    session.begin_step()
+    assert [(one.version, one.kept) for one in session.state.verdicts] == [(1, False)]
 
 
 def test_two_servers_on_a_folder(start: Start, tmp_path: Path) -> None:
