@@ -13,6 +13,15 @@ from torch import Tensor
 _ABSENT = -1e4  # logit of a token that is not drafted; its probability is 0 in float32
 
 
+def ids_problem(ids: Tensor, vocab_size: int) -> str | None:
+    """What is wrong with a draft vocabulary [m] as its file has it; None if nothing is."""
+    if not len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        return f"draft_vocab holds token ids outside the vocabulary of {vocab_size}"
+    if len(ids.unique()) < len(ids):
+        return "draft_vocab names a token more than once"
+    return None
+
+
 class DraftColumns:
     """Of a list of tokens."""
 

@@ -88,10 +88,20 @@ class AdaptiveNgram(BaseProposer):
                 "(docs: serving)",
                 asked.overlay,
             )
+        vocab_size, fingerprint = target.vocab_size, None
         if asked.corpus is not None:
-            store.check_store(store.NgramStore(asked.corpus), target)
-        elif asked.overlay_file is not None:
-            store.target_fingerprint(target)  # refuses an engine without a tokenizer
+            corpus = store.NgramStore(asked.corpus)
+            fingerprint = store.check_store(corpus, target)
+            vocab_size = corpus.header.vocab_size
+        if asked.overlay_file is not None:
+            from vllm_spec_ext.proposers.adaptive_ngram.overlay import check_overlay
+            from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import file_to_read
+
+            # Refuses an engine without a tokenizer, too.
+            fingerprint = fingerprint or store.target_fingerprint(target)
+            path = file_to_read(asked.overlay_file)
+            if path.exists():
+                check_overlay(path, fingerprint, vocab_size, asked.shared_buckets)
 
     def start(self, engine: EngineHandle) -> None:
         """Open the store, reserve tables, compile; raises as :class:`NgramDrafter`."""

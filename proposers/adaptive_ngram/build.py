@@ -4,6 +4,7 @@
 import os
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from vllm_spec_ext.proposers.adaptive_ngram.store import (
 )
 
 BATCH_CHARS = 1 << 20
+_WORK = ".build-"
+_OLD_S = 86400.0  # a build writes something at least every few minutes
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,10 @@ def build_store(
     if out.exists() and not out.is_dir():
         raise SpecExtError(f"{out} is a file; --out must name a folder")
     out.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=out, prefix=".build-"))
+    for left in out.glob(f"{_WORK}*"):  # of builds that were killed
+        if time.time() - left.stat().st_mtime > _OLD_S:
+            shutil.rmtree(left, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(dir=out, prefix=_WORK))
     try:
         counter = Counter(vocab_size, work, settings.memory_bytes)
         num_documents = 0

@@ -19,7 +19,7 @@ from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     overlay_copy,
     write_overlay,
 )
-from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import file_to_read, file_to_save
+from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import file_to_read, file_to_save, tidy
 from vllm_spec_ext.proposers.adaptive_ngram.search import (
     Results,
     Search,
@@ -94,12 +94,16 @@ class NgramDrafter:
             path = file_to_read(settings.overlay_file)
             if path.exists():
                 load_overlay(path, self.learner.shared, self.fingerprint, vocab_size)
-            if not engine.may_write_files:
+            if engine.may_write_files:
+                tidy(settings.overlay_file)
+            else:
                 logger.info("vllm-spec-ext: %s is read here, and not saved", path)
         self._saves = settings.overlay_file is not None and engine.may_write_files
         self._last_save = self.learner.shared_clock
         self._saved_at = time.monotonic()
         self._saving: threading.Thread | None = None
+        self._save_later: threading.Timer | None = None
+        self._lock = threading.RLock()  # of the tables: copied by a thread, too
         self._prepare(engine.num_speculative_tokens, engine.max_num_seqs, vocab_size)
         self._warm_up()
 
@@ -170,10 +174,12 @@ class NgramDrafter:
         """
         if self.is_late:
             drafts = self.drafts_behind(step)
-            self.learner.learn(step.requests, self._shared_half_life(step.requests))
+            with self._lock:
+                self.learner.learn(step.requests, self._shared_half_life(step.requests))
         else:
             drafts = self._search_for(step, self.learn_known(step.requests))
-        self._save_when_due()
+        with self._lock:
+            self._save_when_due()
         return drafts
 
     def learn_known(self, requests: Sequence[RequestStep]) -> list[int]:
@@ -184,7 +190,8 @@ class NgramDrafter:
         """
         half_life = self._shared_half_life(requests)
         self._settings_array[_SHARED_HALF_LIFE] = half_life
-        return self.learner.learn(requests, half_life)
+        with self._lock:
+            return self.learner.learn(requests, half_life)
 
     def drafts_behind(self, step: StepContext) -> list[Draft]:
         """Draft for texts whose last tokens are not learned, as a device does."""
@@ -276,21 +283,32 @@ class NgramDrafter:
 
         Nothing where another process of the deployment writes it.
         """
-        if self._saving is not None:
-            self._saving.join()
+        with self._lock:
+            if self._save_later is not None:
+                self._save_later.cancel()
+            self._last_save = self.learner.shared_clock
+            saving = self._saving
+        if saving is not None:
+            saving.join()
         if self._saves:
             self._write(overlay_copy(self.learner.shared))
 
     def _save_when_due(self) -> None:
-        """Between two steps the tables are copied; a disk that is slow holds no request up."""
+        """Between two steps the tables are copied; a disk that is slow holds no request up.
+
+        Where no step follows, it is done when the time has come.
+        """
         every = self.settings.overlay_save_every
         clock = self.learner.shared_clock
         if not self._saves or not every or clock == self._last_save:
             return
-        is_due = time.monotonic() - self._saved_at >= _SAVED_AFTER_S
-        if clock - self._last_save < every and not is_due:
-            return
-        if self._saving is not None and self._saving.is_alive():
+        left = self._saved_at + _SAVED_AFTER_S - time.monotonic()
+        is_saving = self._saving is not None and self._saving.is_alive()
+        if is_saving or (clock - self._last_save < every and left > 0):
+            if self._save_later is None:
+                self._save_later = threading.Timer(max(left, 1.0), self._look_again)
+                self._save_later.daemon = True
+                self._save_later.start()
             return
         self._last_save, self._saved_at = clock, time.monotonic()
         self._saving = threading.Thread(
@@ -300,6 +318,11 @@ class NgramDrafter:
             daemon=True,
         )
         self._saving.start()
+
+    def _look_again(self) -> None:
+        with self._lock:
+            self._save_later = None
+            self._save_when_due()
 
     def _try_to_write(self, tensors: dict[str, NDArray[Any]]) -> None:
         try:

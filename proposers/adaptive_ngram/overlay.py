@@ -8,8 +8,10 @@ construction, so memory stays constant for ever. A slot's generation is part of 
 a slot only raises the generation, which empties all its rows at once.
 """
 
+import contextlib
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +27,10 @@ SUCCESSORS = 8
 LAST_GENERATION = (1 << 22) - 1
 FILE_VERSION = "1"
 KIND = "adaptive_ngram.overlay"
+
+_FIX = "Delete the file or choose another overlay_file."
+_PARTIAL = ".partial"
+_OLD_S = 3600.0  # no file takes so long to write
 
 
 class OverlayArrays(NamedTuple):
@@ -260,7 +266,7 @@ def write_overlay(
         },
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -272,19 +278,41 @@ def write_overlay(
         raise
 
 
-def load_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: int) -> None:
-    """Read a saved overlay into slot 0 of a pool; arguments as :func:`save_overlay`.
+def remove_leftovers(folder: Path, names: str) -> None:
+    """Delete what processes that were killed while they wrote left behind.
+
+    Args:
+        folder: Of the files.
+        names: Of the files; may have ``*``.
+    """
+    for partial in folder.glob(f".{names}.*{_PARTIAL}"):
+        with contextlib.suppress(OSError):  # another process may be at it
+            if time.time() - partial.stat().st_mtime > _OLD_S:
+                partial.unlink()
+
+
+def check_overlay(path: Path, fingerprint: str, vocab_size: int, num_buckets: int) -> None:
+    """Refuse a saved overlay that another engine made, or a damaged one; reads no table.
+
+    Args:
+        path: The file.
+        fingerprint: Of this engine's tokenizer.
+        vocab_size: The sentinel in its keys.
+        num_buckets: Of the overlays here.
 
     Raises:
-        SpecExtError: Damaged, of another tokenizer, vocabulary, version or size.
+        SpecExtError: It cannot be used.
     """
     from safetensors import SafetensorError, safe_open
 
-    fix = "Delete the file or choose another overlay_file."
+    fix = _FIX
+    if path.is_dir():
+        raise SpecExtError(f"overlay_file {path} is a folder, expected a file. {fix}")
     try:
         with safe_open(str(path), framework="numpy") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = list(file.keys())
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise SpecExtError(f"cannot read overlay {path}: {error}. {fix}") from error
     found = (metadata.get("kind"), metadata.get("version"), metadata.get("vocab_size"))
@@ -292,7 +320,29 @@ def load_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: in
     if found != expected:
         raise SpecExtError(f"overlay {path}: found {found}, expected {expected}. {fix}")
     check_fingerprint(metadata.get("tokenizer", ""), fingerprint, f"overlay {path}", fix)
-    arrays = pool.arrays
+    num_rows, found_rows = num_buckets * WAYS, shapes.get("keys", ())
+    if found_rows != (num_rows,):
+        raise SpecExtError(
+            f"overlay {path}: found keys of shape {list(found_rows)}, expected [{num_rows}]; "
+            f"shared_buckets must be as it was when the file was saved. {fix}"
+        )
+
+
+def load_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: int) -> None:
+    """Read a saved overlay into slot 0 of a pool; arguments as :func:`save_overlay`.
+
+    Raises:
+        SpecExtError: Damaged, of another tokenizer, vocabulary, version or size.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    arrays, fix = pool.arrays, _FIX
+    check_overlay(path, fingerprint, vocab_size, arrays.keys.shape[1] // WAYS)
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise SpecExtError(f"cannot read overlay {path}: {error}. {fix}") from error
     targets = {name: getattr(arrays, name)[0] for name in ("keys", "stamps", "tokens", "weights")}
     targets |= {"clock": arrays.clocks[:1], "generation": arrays.generations[:1]}
     for name, target in targets.items():

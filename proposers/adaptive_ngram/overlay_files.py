@@ -23,6 +23,7 @@ from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     OverlayPool,
     bucket_start,
     make_key,
+    remove_leftovers,
     save_overlay,
 )
 
@@ -41,6 +42,12 @@ def file_to_save(overlay_file: str) -> Path:
     """Where this process saves; another process, here or on another machine, elsewhere."""
     name = f"{socket.gethostname()}-{os.getpid()}"
     return Path(overlay_file.replace(REPLICA, name)).expanduser()
+
+
+def tidy(overlay_file: str) -> None:
+    """Delete what was left of it by processes that were killed."""
+    path = Path(overlay_file.replace(REPLICA, "*")).expanduser()
+    remove_leftovers(path.parent, path.name)
 
 
 def merge_overlays(paths: Sequence[Path], out: Path) -> int:

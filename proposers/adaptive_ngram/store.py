@@ -90,7 +90,7 @@ def store_path(path: str | Path) -> Path:
     Raises:
         SpecExtError: There is none.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
         raise SpecExtError(

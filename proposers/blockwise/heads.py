@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.draft_columns import ids_problem
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -242,11 +243,8 @@ def load_heads(
         fingerprint=fingerprint,
         num_draft_tokens=num_draft_tokens,
     )
-    # A damaged config may ask for more memory than there is. And nothing is drawn: heads that are
-    # read on one rank of several would move its random numbers away from those of the others.
-    with torch.device("meta"):
-        module = BlockwiseHeads(config)
-    weights, expected = _read_weights(folder, module), module.state_dict()
+    module = _empty_heads(config)
+    weights, expected = _read_weights(folder), module.state_dict()
     # Copies: what is read is mapped from the file, and who copies new heads over it changes, or
     # ends, a server that runs.
     weights = {name: value.to(expected[name].dtype, copy=True) for name, value in weights.items()}
@@ -262,11 +260,10 @@ def check_heads(
     fingerprint: str | None = None,
     num_draft_tokens: int | None = None,
 ) -> tuple[Path, HeadsConfig]:
-    """As :func:`load_heads`, without the weights; where the heads are, and what they are."""
+    """As :func:`load_heads`, reading no weights; where the heads are, and what they are."""
     folder = _find_folder(path)
     config = read_config(folder)
-    if not (folder / WEIGHTS_NAME).is_file():
-        raise SpecExtError(f"no {WEIGHTS_NAME} in {folder}; copy or train the heads again")
+    _check_weights(folder, config)
     _check_target(folder, config, hidden_size, vocab_size, fingerprint)
     if num_draft_tokens is not None and num_draft_tokens > config.num_heads:
         raise SpecExtError(
@@ -358,33 +355,56 @@ def _check_target(
         )
 
 
-def _read_weights(folder: Path, module: BlockwiseHeads) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _empty_heads(config: HeadsConfig) -> BlockwiseHeads:
+    """Without memory: a damaged config may ask for more than there is.
 
-    file, vocab_size = folder / WEIGHTS_NAME, module.config.vocab_size
+    And nothing is drawn: heads that are read on one rank of several would move its random numbers
+    away from those of the others.
+    """
+    with torch.device("meta"):
+        return BlockwiseHeads(config)
+
+
+def _check_weights(folder: Path, config: HeadsConfig) -> None:
+    """Refuse a file that is not whole, or another than config.json says; reads no weights."""
+    from safetensors import SafetensorError, safe_open
+
+    file = folder / WEIGHTS_NAME
     if not file.is_file():
         raise SpecExtError(f"no {WEIGHTS_NAME} in {folder}; copy or train the heads again")
+    listed = None
     try:
-        found = load_file(file)
+        with safe_open(str(file), framework="pt") as opened:
+            names = list(opened.keys())
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+            if "draft_vocab" in names:
+                listed = opened.get_tensor("draft_vocab")
     except (SafetensorError, OSError, struct.error) as error:
         raise SpecExtError(f"{file} is damaged ({error}); copy or train the heads again") from error
-    expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    shapes = {name: tuple(value.shape) for name, value in found.items()}
+    heads = _empty_heads(config).state_dict()
+    expected = {name: tuple(value.shape) for name, value in heads.items()}
     if shapes != expected:
         raise SpecExtError(
             f"{file} does not match {CONFIG_NAME}: found {shapes}, expected {expected}; "
             "both files must come from the same training run"
         )
+    problem = None if listed is None else ids_problem(listed, config.vocab_size)
+    if problem is not None:
+        raise SpecExtError(f"{file}: {problem}; copy or train the heads again")
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = folder / WEIGHTS_NAME
+    try:
+        found = load_file(file)
+    except (SafetensorError, OSError, struct.error) as error:
+        raise SpecExtError(f"{file} is damaged ({error}); copy or train the heads again") from error
     for name, value in found.items():
         if not bool(torch.isfinite(value).all()):
             raise SpecExtError(
                 f"{file}: {name} holds values that are not finite; train the heads again"
             )
-    listed = found.get("draft_vocab")
-    if listed is not None and not 0 <= int(listed.min()) <= int(listed.max()) < vocab_size:
-        raise SpecExtError(
-            f"{file}: draft_vocab holds token ids outside the vocabulary of {vocab_size}; "
-            "copy or train the heads again"
-        )
     return found

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 _WEIGHTS = "*.safetensors"
-_INDEX = "*.safetensors.index.json"
+_INDEX = "model.safetensors.index.json"
+# What only heads on a target's states have (engine/models/eagle_checkpoint.py,
+# engine/models/dflash_checkpoint.py).
+_HEADS = ("Eagle", "DFlash")
+_OF_HEADS = (
+    "speculators_model_type",
+    "draft_vocab_size",
+    "eagle_config",
+    "eagle_aux_hidden_state_layer_ids",
+    "dflash_config",
+)
 
 
 def checkpoint_folder(model: str) -> Path:
@@ -40,10 +50,14 @@ def checkpoint_folder(model: str) -> Path:
         config: dict[str, Any] = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SpecExtError(f"cannot read {CONFIG_NAME} in {folder}: {error}") from error
+    if not isinstance(config, dict):
+        raise SpecExtError(f"{folder / CONFIG_NAME} holds no object, expected a model's settings")
     names = [str(name) for name in config.get("architectures") or ()]
-    if not any(name.endswith("ForCausalLM") for name in names):
+    is_head = any(name.startswith(_HEADS) for name in names) or any(map(config.get, _OF_HEADS))
+    if is_head or not any(name.endswith("ForCausalLM") for name in names):
+        kind = ", ".join(names) or "no architecture"
         raise SpecExtError(
-            f"online: {folder} holds {', '.join(names) or 'no architecture'}, expected a causal "
+            f"online: {folder} holds {kind}{' (a head)' * is_head}, expected a causal "
             "language model of its own (...ForCausalLM); heads on a target's states cannot learn "
             "this way. Leave online out"
         )
@@ -52,16 +66,33 @@ def checkpoint_folder(model: str) -> Path:
             f"online: the weights in {folder} are quantized, expected plain ones, which training "
             "can change; leave online out, or serve the unquantized model"
         )
-    if not any(folder.glob(_WEIGHTS)):
+    files = weight_files(folder)
+    if not files:
         raise SpecExtError(
-            f"online: no {_WEIGHTS} in {folder}; save the model again with safetensors"
+            f"online: no model{_WEIGHTS} in {folder}; save the model again with safetensors"
         )
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise SpecExtError(f"no {missing[0]} in {folder}, which {_INDEX} lists; copy it again")
     return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files with the weights: those of an index, else all that are named as they usually are.
+
+    Others may lie beside them: the same weights by other names (``consolidated.safetensors``), or
+    adapters.
+    """
+    try:
+        listed = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return sorted(folder.glob(f"model{_WEIGHTS}"))
+    return [folder / name for name in sorted(set(map(str, listed)))]
 
 
 def checkpoint_files(folder: Path) -> Mapping[str, bytes]:
     """Content of the configuration and of the weights, by name."""
-    paths = [folder / CONFIG_NAME, *folder.glob(_WEIGHTS), *folder.glob(_INDEX)]
+    paths = [folder / CONFIG_NAME, *weight_files(folder), *folder.glob(_INDEX)]
     return {path.name: path.read_bytes() for path in sorted(paths)}
 
 
@@ -70,7 +101,7 @@ def tensor_names(folder: Path) -> set[str]:
     from safetensors import safe_open
 
     found: set[str] = set()
-    for path in folder.glob(_WEIGHTS):
+    for path in weight_files(folder):
         with safe_open(str(path), framework="pt") as opened:
             found.update(opened.keys())
     return found
@@ -86,13 +117,13 @@ def read_tensors(folder: Path) -> "dict[str, Tensor]":
     from safetensors.torch import load_file
 
     found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob(_WEIGHTS)):
+    for path in weight_files(folder):
         try:
             found |= load_file(path)
         except (SafetensorError, OSError, struct.error) as error:
             raise SpecExtError(f"{path} is damaged ({error})") from error
     if not found:
-        raise SpecExtError(f"no {_WEIGHTS} in {folder}")
+        raise SpecExtError(f"no model{_WEIGHTS} in {folder}")
     for name, value in found.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise SpecExtError(f"{folder}: {name} holds values that are not finite")

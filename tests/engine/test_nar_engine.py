@@ -5,7 +5,8 @@ import itertools
 import json
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from generation import count_preempted, run, sampling_params, tokens
 from homogeneity import same_distribution_p_value
 from nar_reference import DenseDrafter
 from nar_soak import FEW_BLOCKS, soak
+from safetensors.torch import load, save
 from sampling_distributions import DIFFERENT, SAME, samples_of
 from save_dflash import ALL_EXTRAS, random_drafter, save_dflash
 from save_drafts import save_draft
@@ -23,11 +25,12 @@ from test_greedy_identity import runner_of
 from vllm_spec_ext.engine.drafting.draft_budget import UNLIMITED
 from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
 from vllm_spec_ext.engine.models import host
+from vllm_spec_ext.engine.models.dflash_loading import load_extras
 from vllm_spec_ext.environment import STRICT
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.models import SlotCandidates, SlotHint
 from vllm_spec_ext.proposers.nar import Nar, drawing
-from vllm_spec_ext.proposers.nar.layout import NarConfig
+from vllm_spec_ext.proposers.nar.layout import EXTRAS_NAME, NarConfig
 
 KINDS: dict[str, dict[str, Any]] = {
     "public": {},
@@ -515,6 +518,31 @@ def edit(folder: str, **changes: Any) -> None:
     file = Path(folder) / "config.json"
     config = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def test_extras_that_are_damaged(tiny_model: Path, tmp_path: Path) -> None:
+    folder = save_dflash(tiny_model, tmp_path / "extras", nar=ALL_EXTRAS)
+
+    def refused(words: str) -> None:
+        with pytest.raises(SpecExtError, match=words):
+            start(tiny_model, {"method": "nar", "model": folder})
+
+    file = Path(folder) / EXTRAS_NAME
+    whole = file.read_bytes()
+    for ids, words in ((512, "holds token ids outside"), (0, "names a token more than once")):
+        changed = load(whole)
+        changed["draft_vocab"][:2] = ids
+        file.write_bytes(save(changed))
+        refused(f"extras.safetensors: draft_vocab {words}")
+    file.write_bytes(whole[:-10])
+    refused(r"extras.safetensors is damaged \(")
+    changed = load(whole)
+    changed["copy_gate"][0, 0] = float("nan")
+    file.write_bytes(save(changed))
+    with pytest.raises(SpecExtError, match="copy_gate holds values that are not finite"):
+        load_extras(
+            cast(Any, SimpleNamespace(nar=ALL_EXTRAS, block_size=7, hidden_size=128)), folder
+        )
 
 
 def test_files_that_are_missing_or_damaged(tiny_model: Path, tmp_path: Path) -> None:

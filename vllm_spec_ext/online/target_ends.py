@@ -18,6 +18,10 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
+# Settings of models that scale or cap their logits, and the value that changes nothing.
+_BEHIND_PROJECTION = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
+
+
 class TargetEnds:
     """Both ends of a Hugging Face causal LM, in float32."""
 
@@ -47,7 +51,8 @@ def read_ends(model: str, device: torch.device) -> TargetEnds:
     """Both ends of a model in a folder or in the local cache of the Hugging Face Hub.
 
     Raises:
-        SpecExtError: They are not there as plain matrices in safetensors files.
+        SpecExtError: They are not there as plain matrices in safetensors files, or its logits are
+            not those of its projection.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -59,13 +64,22 @@ def read_ends(model: str, device: torch.device) -> TargetEnds:
         raise SpecExtError(
             f"cannot read the configuration of the target {model!r}: {error}"
         ) from error
+    text = config.get_text_config()
+    for name, neutral in _BEHIND_PROJECTION.items():
+        value = getattr(text, name, None)
+        if value not in (None, neutral):
+            raise SpecExtError(
+                f"the target {model!r} has {name}={value}, expected {neutral}: it changes logits "
+                "behind its projection, and a drafter that is trained past that learns another "
+                "distribution. Leave online out"
+            )
     head, table = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
     if head is None or table is None:
         raise SpecExtError(f"the target {model!r} has no embedding or no vocabulary projection")
     names: dict[int, list[str]] = {}  # a matrix that is both has two
     for name, value in skeleton.named_parameters(remove_duplicate=False):
         names.setdefault(id(value), []).append(name)
-    tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    tied = bool(getattr(text, "tie_word_embeddings", False))
     folder = _local_folder(model)
 
     def read(value: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Rows taken one position too late (the reference code's mask with unshifted logit
 depend on what stands behind a text in its batch (an attention mask of ones over padding).
 """
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.draft_student import DraftModelStudent
@@ -22,7 +24,12 @@ from vllm_spec_ext.online.trace import Trace
 from vllm_spec_ext.online.trainer import Trainer
 from vllm_spec_ext.online.versions import version_numbers, write_version
 from vllm_spec_ext.options import OnlineOptions
-from vllm_spec_ext.proposers.growth.checkpoint_files import checkpoint_files, read_tensors
+from vllm_spec_ext.proposers.growth.checkpoint_files import (
+    checkpoint_files,
+    checkpoint_folder,
+    read_tensors,
+    tensor_names,
+)
 
 VOCAB = 23
 
@@ -172,6 +179,46 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SpecExtError, match="holds no draft model"):
         student_of(tmp_path)
+
+
+def test_weights_that_lie_there_twice_are_one_version(tmp_path: Path) -> None:
+    """Folders of some models have them by other names, too, or adapters."""
+    folder = save_model(tmp_path / "draft")
+    expected = {name: value.clone() for name, value in read_tensors(folder).items()}
+    other = {f"layers.{name}": value for name, value in expected.items()}
+    save_file(other, folder / "consolidated.safetensors")
+    save_file(other, folder / "adapter_model.safetensors")
+    assert checkpoint_files(folder).keys() == {"config.json", "model.safetensors"}
+    assert read_tensors(folder).keys() == expected.keys() == tensor_names(folder)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(expected, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_tensors(folder).keys() == expected.keys()
+    assert checkpoint_folder(str(folder)) == folder
+    (folder / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(SpecExtError, match=r"no model-00001-of-00001.safetensors in"):
+        checkpoint_folder(str(folder))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["Eagle3LlamaForCausalLM"]},
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        {"architectures": ["DFlashQwen3ForCausalLM"]},
+        {"draft_vocab_size": 5},
+    ],
+)
+def test_heads_are_no_models_that_learn(changes: dict[str, object], tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "draft")
+    assert checkpoint_folder(str(folder)) == folder
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(SpecExtError, match="heads on a target's states cannot learn"):
+        checkpoint_folder(str(folder))
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(SpecExtError, match="holds no object"):
+        checkpoint_folder(str(folder))
 
 
 def test_it_learns_and_publishes_what_is_better(tmp_path: Path) -> None:

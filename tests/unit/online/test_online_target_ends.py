@@ -51,6 +51,31 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         read_ends(str(tmp_path / "nothing"), torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "is_refused"),
+    [
+        ("Granite", {"logits_scaling": 8.0}, True),
+        ("Granite", {"logits_scaling": 1.0}, False),
+        ("Cohere", {"logit_scale": 0.0625}, True),
+        ("Gemma2", {"final_logit_softcapping": 30.0, "head_dim": 4}, True),
+        ("Gemma2", {"final_logit_softcapping": None, "head_dim": 4}, False),
+    ],
+)
+def test_targets_that_change_their_logits_are_refused(
+    kind: str, changes: dict[str, Any], is_refused: bool, tmp_path: Path
+) -> None:
+    shape = {"vocab_size": 31, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{kind}Config")(**shape, **heads, **special, **changes)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
+    if not is_refused:
+        read_ends(str(tmp_path), torch.device("cpu"))
+        return
+    with pytest.raises(SpecExtError, match=rf"{next(iter(changes))}=.*Leave online out"):
+        read_ends(str(tmp_path), torch.device("cpu"))
+
+
 def test_a_revision_is_read_where_the_engine_found_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

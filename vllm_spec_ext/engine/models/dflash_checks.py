@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError, safe_open
+
 from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, extras_file
 from vllm_spec_ext.engine.models.same_ids import why_ids_differ
 from vllm_spec_ext.engine.models.weight_files import safetensors_shapes, tensor_shapes
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
+from vllm_spec_ext.proposers.draft_columns import ids_problem
 from vllm_spec_ext.proposers.nar.guesses import SlotGuesses
 from vllm_spec_ext.proposers.nar.layout import EXTRAS_NAME, NarConfig
 
@@ -55,6 +58,7 @@ def dflash_reasons(draft: "ModelConfig", target: "ModelConfig") -> Iterator[str]
     shapes = tensor_shapes(folder) if folder.is_dir() else {}
     if shapes:
         yield from _tensors(facts, target, shapes)
+    if facts.nar.has_tensors and (shapes or not folder.is_dir()):
         yield from _extras(facts, extras_file(draft.model))
 
 
@@ -202,12 +206,18 @@ def expected_extras(nar: NarConfig, num_slots: int, size: int) -> dict[str, tupl
 
 
 def _extras(facts: DFlashFacts, file: Path | None) -> Iterator[str]:
-    if not facts.nar.has_tensors:
-        return
     if file is None:
         yield f"found no {EXTRAS_NAME}, expected what its config.json lists; {_AGAIN}"
         return
-    found = safetensors_shapes(file)
+    listed = None
+    try:
+        found = safetensors_shapes(file)
+        if "draft_vocab" in found:
+            with safe_open(str(file), framework="pt") as opened:
+                listed = opened.get_tensor("draft_vocab")
+    except (SafetensorError, OSError) as error:
+        yield f"{EXTRAS_NAME} is damaged ({error}); {_AGAIN}"
+        return
     expected = expected_extras(facts.nar, facts.block_size - 1, facts.hidden_size)
     wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))
     if wrong:
@@ -216,3 +226,6 @@ def _extras(facts: DFlashFacts, file: Path | None) -> Iterator[str]:
             f"{EXTRAS_NAME}: found {name} of shape {found.get(name)}, expected "
             f"{expected.get(name)}; {_AGAIN}"
         )
+    problem = None if listed is None else ids_problem(listed, facts.vocab_size)
+    if problem is not None:
+        yield f"{EXTRAS_NAME}: {problem}; {_AGAIN}"

@@ -12,7 +12,9 @@ from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, extras_fi
 from vllm_spec_ext.engine.models.eagle_loading import eagle_vllm_config, share_layers
 from vllm_spec_ext.engine.models.loading import load_module
 from vllm_spec_ext.engine.models.paged_blocks import PagedBlocks
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.nar.extras import SlotExtras
+from vllm_spec_ext.proposers.nar.layout import EXTRAS_NAME
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
@@ -48,13 +50,25 @@ def load_dflash(
 
 
 def load_extras(facts: DFlashFacts, model: str) -> SlotExtras:
-    """What a checkpoint has beyond DFlash; float32 on the CPU."""
+    """What a checkpoint has beyond DFlash; float32 on the CPU.
+
+    Raises:
+        SpecExtError: The file is gone, or holds values that are not finite.
+    """
     extras = SlotExtras(facts.nar, facts.block_size - 1, facts.hidden_size)
     if facts.nar.has_tensors:
         from safetensors.torch import load_file
 
         file = extras_file(model)
-        assert file is not None  # dflash_checks.py
-        extras.load_state_dict(load_file(file))
+        if file is None:  # it was there when dflash_checks.py looked
+            raise SpecExtError(f"found no {EXTRAS_NAME} in {model} any more")
+        found = load_file(file)
+        for name, value in found.items():
+            if not bool(value.isfinite().all()):
+                raise SpecExtError(
+                    f"{file}: {name} holds values that are not finite; download it again, or use "
+                    "another checkpoint"
+                )
+        extras.load_state_dict(found)
     extras.requires_grad_(False)
     return extras

@@ -2,6 +2,7 @@
 """Shared overlays hold one share group each, and the file holds what may be in it."""
 
 import logging
+import os
 import threading
 import time
 from dataclasses import replace
@@ -174,6 +175,60 @@ def test_what_was_learned_is_saved_by_the_minute(
     monkeypatch.setattr(time, "monotonic", lambda: now + 200)
     drafts(proposer)
     assert proposer.drafter._saving is None, "nothing was learned"
+
+
+def test_what_was_learned_is_saved_by_the_minute_on_an_idle_server_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter, "_SAVED_AFTER_S", 1.0)
+    path = tmp_path / "overlay.safetensors"
+    proposer = started(overlay_file=str(path))
+    drafts(proposer, request("u", UNSALTED, 10))
+    assert not path.exists()
+    end = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    drafts(proposer, request("v", UNSALTED, 11))
+    assert proposer.drafter._save_later is not None
+    proposer.close()
+    path.unlink()
+    time.sleep(1.5)
+    assert not path.exists(), "nothing is written behind the end"
+
+
+def test_a_file_that_cannot_be_read_is_refused_before_weights_load(tmp_path: Path) -> None:
+    path = tmp_path / "overlay.safetensors"
+    first = started(overlay_file=str(path))
+    drafts(first, request("u", UNSALTED, 10))
+    first.close()
+    facts = TargetFacts("MODEL", V, None, 8, Tokenizer)
+
+    def check(facts: TargetFacts = facts, **options: Any) -> None:
+        given = {"overlay": "both", "overlay_file": str(path), **options}
+        AdaptiveNgram.check(AdaptiveNgramOptions.model_validate(given), facts)
+
+    check(shared_buckets=64)
+    with pytest.raises(SpecExtError, match="shared_buckets must be as it was"):
+        check(shared_buckets=128)
+    with pytest.raises(SpecExtError, match=r"found \('adaptive_ngram.overlay', '1', '.*expected"):
+        check(replace(facts, vocab_size=V + 1), shared_buckets=64)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(SpecExtError, match="cannot read overlay"):
+        check()
+    with pytest.raises(SpecExtError, match="is a folder, expected a file"):
+        check(overlay_file=str(tmp_path))
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    old, young = (tmp_path / f".o.safetensors.{name}.partial" for name in ("old", "young"))
+    other = tmp_path / ".p.safetensors.old.partial"
+    for file in (old, young, other):
+        file.touch()
+    for file in (old, other):
+        os.utime(file, (0, 0))
+    started(overlay_file=str(tmp_path / "o.safetensors"))
+    assert [old.exists(), young.exists(), other.exists()] == [False, True, True]
 
 
 def test_a_server_whose_requests_share_nothing(

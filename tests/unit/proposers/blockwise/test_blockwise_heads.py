@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.blockwise import heads as heads_module
 from vllm_spec_ext.proposers.blockwise.heads import (
     BlockwiseHeads,
     HeadsConfig,
     TokensSeen,
+    check_heads,
     load_heads,
 )
 from vllm_spec_ext.training.blockwise.checkpoint import default_head_width, save_heads
@@ -286,7 +288,27 @@ def test_draft_vocabulary_round_trip_and_refusal(tmp_path: Path) -> None:
     heads.draft_vocab[2] = 40
     save_heads(tmp_path, config, heads, "bf16", FIGURES)
     with pytest.raises(SpecExtError, match="outside the vocabulary of 40"):
-        load_heads(tmp_path)
+        check_heads(tmp_path)
+    heads.draft_vocab[2] = 7
+    save_heads(tmp_path, config, heads, "bf16", FIGURES)
+    with pytest.raises(SpecExtError, match="names a token more than once"):
+        check_heads(tmp_path)
+
+
+def test_damage_is_found_before_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    monkeypatch.setattr(heads_module, "_read_weights", lambda folder: 1 / 0)
+    check_heads(folder)
+    file.write_bytes(whole[:-10])
+    with pytest.raises(SpecExtError, match=r"model.safetensors is damaged \("):
+        check_heads(folder)
+    weights = load(whole)
+    save_file({**weights, "b_out": weights["b_out"][:-1].clone()}, file)
+    with pytest.raises(SpecExtError, match=r"does not match config.json: found .*expected"):
+        check_heads(folder)
 
 
 def test_push_to_hub_uploads_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
