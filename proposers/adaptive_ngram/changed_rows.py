@@ -139,6 +139,16 @@ class ChangedRows:
             start += count
         return packed
 
+    def give_back(self, numbers: NDArray[np.int64]) -> None:
+        """List rows again that were taken, [n] numbers, and did not come to the copy."""
+        for pool, changes, first in zip(self._pools, self._changes, self.first_rows, strict=True):
+            shape = pool.arrays.keys.shape
+            own = numbers - first
+            wanted = np.zeros(shape, np.bool_)
+            wanted.flat[own[(own >= 0) & (own < wanted.size)]] = True
+            for slot in np.flatnonzero(wanted.any(axis=1)).tolist():
+                _list_slot(changes, slot, wanted[slot])
+
 
 def _list_slot(changes: Changes, slot: int, wanted: NDArray[np.bool_]) -> None:
     """List some rows of an overlay, [rows] bool."""

@@ -146,8 +146,12 @@ class LateNgram:
         rows = [self._row(request, slot) for request, slot in zip(requests, slots, strict=True)]
         changed = self._changed.take()
         if len(changed):
-            new = texts.upload(changed)
-            on_device.rows.index_copy_(0, new[:, 0], new[:, 1:])
+            try:
+                new = texts.upload(changed)
+                on_device.rows.index_copy_(0, new[:, 0], new[:, 1:])
+            except BaseException:
+                self._changed.give_back(changed[:, 0])
+                raise
         drafts = drafts_of(requests, texts, self._num_drafted)
         base = self._drafter.base
         late_kernels.walk_tables[(len(rows),)](

@@ -3,7 +3,7 @@
 
 Copies, and where there are heads theirs in front of them: heads were shown what followed before,
 and know when not to go by it; what copies foresee stands behind the last head. Trees wait for a
-step's tokens, and steps with branches get no full CUDA graph: on an H200 that took two to three
+step's tokens, and steps with branches get no full CUDA graph: on an H200 that took two to six
 times the time of plain decoding's steps, and so more than trees gain (docs/gpu.md).
 """
 
@@ -41,6 +41,9 @@ def why_not_late(options: AutoOptions) -> str | None:
         return 'its drafter drafts trees; leave "tree" out'
     if asked is not None and not asked.proposer().drafts_late(asked.as_chain):
         return "its drafter reads them on the host"
+    if asked is not None and not asked.proposer().needs.hidden_states:
+        # As long as copies are, it would leave none.
+        return f"chains of {asked.method} would stand in the place of all copies"
     if not options.copy_input:
         return "copy_input is off, and other sources alone are looked up on the host"
     return None

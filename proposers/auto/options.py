@@ -84,7 +84,8 @@ class AutoOptions(MethodOptions):
 
     drafter: Drafter | None = None
     """A method that drafts with a checkpoint, with its options: ``{"method": "blockwise", "model":
-    FOLDER}``. It is asked where the other sources are not sure enough to do without."""
+    FOLDER}``; or any other but those that look up what `auto` has anyway. Its ``draw`` stays
+    false. It is asked where the other sources are not sure enough to do without."""
 
     max_ngram: int = Field(default=24, ge=1, le=64)
     """Longest end of the text, in tokens, that is looked up."""

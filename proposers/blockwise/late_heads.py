@@ -92,7 +92,7 @@ class LateHeads:
         # Into pinned memory, behind which nobody waits.
         on_host, arrived = drafts.to("cpu", non_blocking=True), None
         if drafts.is_cuda:
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event(blocking=True)  # as vLLM's: who waits for it sleeps
             arrived.record()
         self._sent = _Sent(rows, on_host, arrived)
         return drafts

@@ -64,6 +64,18 @@ CHECKS = (
         "v2",
     ),
     Check(
+        "late_ngram",
+        "late:late_ngram",
+        "chains of `adaptive_ngram` looked up on the device: as many accepted",
+        "v2",
+    ),
+    Check(
+        "late_auto",
+        "late:late_auto",
+        "drafts of `auto` with heads made on the device, copies and heads together",
+        "v2",
+    ),
+    Check(
         "triton_attention",
         "builders:triton_attention",
         "Triton attention verifies trees of more virtual requests than the engine has",

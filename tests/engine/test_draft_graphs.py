@@ -92,6 +92,24 @@ def drafted(engine: Any) -> list[Any]:
     return found
 
 
+def test_graphs_that_cannot_be_recorded_are_done_without(
+    methods: dict[str, Any], make_engine: Any, with_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full card, for example; they save time, and that is all."""
+
+    def fails(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    said: list[str] = []
+    monkeypatch.setattr(Repeats, "record", fails)
+    monkeypatch.setattr(host.logger, "warning", lambda text, *given: said.append(text % given))
+    config = {**methods["blocks"], **STEADY}
+    engine = make_engine(speculative_config=config, max_num_batched_tokens=96)
+    (text,) = said
+    assert "runs without CUDA graphs, which could not be recorded: OutOfMemoryError" in text
+    assert len(drafted(engine)) > len(NAMES)
+
+
 @pytest.mark.parametrize("name", ["chain", "tree", "eagle", "blocks"])
 def test_drafts_are_those_of_passes_without(
     name: str, methods: dict[str, Any], make_engine: Any, with_graphs: None, plain: Any

@@ -186,7 +186,8 @@ def _numba_cache() -> Check:
         if _can_write(place):
             return Check("numba cache", "ok", str(place))
     found = f"cannot write to {' or '.join(map(str, places))}"
-    return Check("numba cache", "broken", found, "export NUMBA_CACHE_DIR=/a/folder/you/can/write")
+    found += ": loops are compiled anew at each start (some seconds)"
+    return Check("numba cache", "note", found, "export NUMBA_CACHE_DIR=/a/folder/you/can/write")
 
 
 def _user_cache() -> list[Path]:
@@ -209,7 +210,10 @@ def _can_write(folder: Path) -> bool:
 def _demo() -> Check:
     missing = [name for name in DEMO_PACKAGES if installed_version(name) is None]
     if missing:
-        found = f"{', '.join(missing)} not installed; only `vllm-spec demo` needs them"
+        found = (
+            f"{', '.join(missing)} not installed; they convert the small model that demo, "
+            "explain-step, plan, bench --smoke and examples take where none is named"
+        )
         return Check("demo", "note", found, "pip install 'vllm-spec-ext[demo]'")
     return Check("demo", "ok", "its packages are installed")
 

@@ -238,7 +238,7 @@ def test_numba_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
     found = checks._numba_cache()
-    assert found.status == "broken"
+    assert found.status == "note"
     assert "NUMBA_CACHE_DIR" in (found.fix or "")
 
 
@@ -251,7 +251,7 @@ def test_numba_cache_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delenv(name, raising=False)
     assert checks._numba_cache().status == "ok"  # beside the sources
     monkeypatch.setattr(checks, "_can_write", lambda folder: False)
-    assert checks._numba_cache().status == "broken"
+    assert checks._numba_cache().status == "note"
 
 
 def test_hooks_of_a_class_are_one_row_and_what_is_missing_is_named(

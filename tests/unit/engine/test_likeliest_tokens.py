@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_spec_ext.engine.verifying import likeliest_tokens as module
 from vllm_spec_ext.engine.verifying.likeliest_tokens import LikeliestTokens
 
 
@@ -24,6 +25,25 @@ def test_tokens_and_probabilities_are_those_of_the_softmax(
     assert torch.equal(found.tokens, expected.indices.int())
     assert found.tokens.dtype == torch.int32
     assert torch.equal(wide, before)
+
+
+def test_rows_of_a_large_batch_are_searched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(7, 3000, generator=torch.Generator().manual_seed(1))
+    whole = LikeliestTokens.of(logits, 4)
+    sizes: list[int] = []
+    search = module.top_log_probs
+
+    def watched(part: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(len(part))
+        return search(part, count)
+
+    monkeypatch.setattr(module, "top_log_probs", watched)
+    monkeypatch.setattr(module, "_MOST_ENTRIES", 9500)
+    parts = LikeliestTokens.of(logits, 4)
+    assert sizes == [3, 3, 1]
+    assert torch.equal(parts.tokens, whole.tokens)
+    assert torch.equal(parts.probs, whole.probs)
+    assert LikeliestTokens.of(logits[:0], 4).tokens.shape == (0, 4)
 
 
 def test_all_are_named_where_there_are_fewer() -> None:

@@ -86,14 +86,19 @@ class Recorder:
             run: The pass, given these.
 
         Returns:
-            Where its output is after each replay, and the replay.
+            Where its output is after each replay, and the replay, which keeps the metadata: the
+            graph reads their addresses.
         """
         run(prepare())  # what libraries set up at first is no part of it
         metadata = prepare()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = run(metadata)
-        return output, graph.replay
+        return output, partial(_replay, graph, metadata)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, metadata: object) -> None:
+    graph.replay()
 
 
 class DraftGraphs:

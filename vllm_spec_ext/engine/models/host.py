@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft models of one engine."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ from vllm_spec_ext.engine.watching.counts import WorkerCounts
 
 if TYPE_CHECKING:
     from vllm.config.vllm import VllmConfig
+
+logger = logging.getLogger("vllm.spec_ext")
 
 
 class ModelHost:
@@ -154,8 +157,17 @@ class ModelHost:
         """
         if self.paged and self._record_graphs:
             recorder = Recorder()
-            for model in self.paged:
-                model.record_graphs(recorder)
+            for model, config in zip(self.paged, self._configs, strict=True):
+                try:
+                    model.record_graphs(recorder)
+                except Exception as error:  # they save time, and that is all
+                    logger.warning(
+                        "vllm-spec-ext: %s runs without CUDA graphs, which could not be recorded: "
+                        "%s: %s",
+                        config.name,
+                        type(error).__name__,
+                        error,
+                    )
         for model in self.paged:
             if isinstance(model, PagedBlocks):
                 model.begin_step([target_states] * len(model.layers), target_states)

@@ -110,7 +110,8 @@ def check_room(left: int, available: int, needed: int, expected: int, num_blocks
             f"least {expected}: {needed} for one request of max_model_len tokens, "
             f"and {expected - needed} for drafts (now {num_blocks} blocks for branches and for "
             "what is drafted ahead, and means of pages where a view chooses them). Raise "
-            "--kv-cache-memory-bytes or --gpu-memory-utilization, or lower --max-model-len, "
+            "--kv-cache-memory-bytes or --gpu-memory-utilization (on a CPU VLLM_CPU_KVCACHE_SPACE, "
+            "in GiB, wins over both where it is set), or lower --max-model-len, "
             "--max-num-seqs or num_speculative_tokens; "
             "a method that drafts chains without a model needs no such blocks"
         )

@@ -12,6 +12,7 @@ from vllm_spec_ext.proposers.base import NextTokens
 from vllm_spec_ext.top_columns import top_log_probs
 
 _NONE = -1
+_MOST_ENTRIES = 1 << 26  # 256 MiB; vLLM 0.32 bounds its own at 1 GiB (get_max_chunk_logits)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,12 @@ class LikeliestTokens:
             logits: [num_rows, vocab]; not modified.
             count: Of tokens.
         """
-        log_probs, tokens = top_log_probs(logits, count)
+        # In parts: they are computed in float32, for which nobody has set memory aside.
+        size = max(1, _MOST_ENTRIES // logits.shape[-1])
+        parts = [top_log_probs(part, count) for part in logits.split(size)]
+        log_probs, tokens = (
+            parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        )
         return cls(tokens.to(torch.int32), log_probs.exp())
 
     def on_host(

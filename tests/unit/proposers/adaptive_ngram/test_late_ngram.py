@@ -92,6 +92,20 @@ def test_what_is_there_from_the_start_is_copied_too() -> None:
     copy.check()
 
 
+def test_rows_that_did_not_arrive_are_taken_again() -> None:
+    copy = Copy()
+    for number, pool in enumerate(copy.pools):
+        pool.acquire()
+        copy.learn(number, 0, [*range(5 + number)], 0)
+    lost = copy.changed.take()
+    assert len(lost) > 6
+    assert len(copy.changed.take()) == 0
+    copy.changed.give_back(lost[:, 0])
+    copy.learn(0, 0, [7, 8, 9], 0)
+    assert copy.take() > len(lost)
+    copy.check()
+
+
 def test_where_generations_begin_again_old_rows_go() -> None:
     copy = Copy()
     pool = copy.pools[0]

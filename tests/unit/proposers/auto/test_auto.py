@@ -297,6 +297,7 @@ def test_where_nothing_pays_a_little_is_tried_now_and_then() -> None:
             "reads them on the host",
         ),
         ({"method": "nar", "model": "drafter"}, "reads them on the host"),
+        ({"method": "adaptive_ngram", "tree": False}, "in the place of all copies"),
     ],
 )
 def test_which_drafters_wait_for_no_step(
