@@ -46,4 +46,4 @@ def test_options_of_the_next_turn_count(make_engine: Any) -> None:
 
 def test_what_is_accepted_behind_a_stop_token(make_engine: Any) -> None:
     oracle = {"method": "oracle", "num_speculative_tokens": 8, "wrong": 0.0}
-    check_stop_tokens(make_engine(speculative_config=oracle))
+    check_stop_tokens(make_engine(speculative_config=oracle), {})

@@ -58,14 +58,22 @@ def test_trees_really_move_blocks(
     assert len(moved) > 5
 
 
+@pytest.fixture(scope="module")
+def sessions_without_drafts() -> dict[Any, list[list[int]]]:
+    return {}
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("branches", [1, 4])
 def test_what_is_accepted_behind_a_stop_token(
-    branches: int, is_async: bool, make_engine: Any
+    branches: int,
+    is_async: bool,
+    make_engine: Any,
+    sessions_without_drafts: dict[Any, list[list[int]]],
 ) -> None:
     oracle = {"method": "oracle", "num_speculative_tokens": 12, "wrong": 0.0, "branches": branches}
     more = {"async_scheduling": True} if is_async else {}
-    check_stop_tokens(make_engine(speculative_config=oracle, **more))
+    check_stop_tokens(make_engine(speculative_config=oracle, **more), sessions_without_drafts)
 
 
 def test_rows_that_no_grammar_was_asked_for_are_not_accepted(

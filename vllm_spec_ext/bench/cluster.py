@@ -100,6 +100,12 @@ class Costs:
 
     def decode(self, num_requests: int, mode: Mode) -> tuple[float, float]:
         """Seconds of a step of so many requests, and the tokens that each gets."""
+        known = self._decoded.get((num_requests, mode))
+        if known is None:
+            known = self._decoded[num_requests, mode] = self._decode(num_requests, mode)
+        return known
+
+    def _decode(self, num_requests: int, mode: Mode) -> tuple[float, float]:
         plain = self._seconds(num_requests, 0.0)
         if mode == "off":
             return plain, 1.0
@@ -120,6 +126,10 @@ class Costs:
         columns = zip(*(self.drafts[size] for size in sizes), strict=True)
         tokens, nodes, drafter_s = (float(np.interp(num_requests, sizes, c)) for c in columns)
         return tokens, nodes, drafter_s
+
+    @cached_property
+    def _decoded(self) -> dict[tuple[int, Mode], tuple[float, float]]:
+        return {}
 
     @cached_property
     def _sizes(self) -> list[int]:
