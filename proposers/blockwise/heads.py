@@ -263,7 +263,8 @@ def check_heads(
     """As :func:`load_heads`, reading no weights; where the heads are, and what they are."""
     folder = _find_folder(path)
     config = read_config(folder)
-    _check_weights(folder, config)
+    if not (folder / WEIGHTS_NAME).is_file():
+        raise SpecExtError(f"no {WEIGHTS_NAME} in {folder}; copy or train the heads again")
     _check_target(folder, config, hidden_size, vocab_size, fingerprint)
     if num_draft_tokens is not None and num_draft_tokens > config.num_heads:
         raise SpecExtError(
@@ -271,6 +272,7 @@ def check_heads(
             f"asked for; set num_speculative_tokens to {config.num_heads} or less, or train more "
             f"heads (vllm-spec train blockwise --num-heads {num_draft_tokens})"
         )
+    _check_weights(folder, config)
     return folder, config
 
 
@@ -370,8 +372,6 @@ def _check_weights(folder: Path, config: HeadsConfig) -> None:
     from safetensors import SafetensorError, safe_open
 
     file = folder / WEIGHTS_NAME
-    if not file.is_file():
-        raise SpecExtError(f"no {WEIGHTS_NAME} in {folder}; copy or train the heads again")
     listed = None
     try:
         with safe_open(str(file), framework="pt") as opened:
