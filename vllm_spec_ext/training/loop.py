@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import write_bytes
+from vllm_spec_ext.training.atomic import DiskFullError, write_bytes
 
 STATE_NAME = "state.pt"
 LOG_NAME = "log.jsonl"
@@ -85,7 +85,8 @@ def run_loop(
     """
     if step:
         report(f"resumed at step {step} of {settings.total_steps} ({folder / STATE_NAME})")
-    boards = _Boards(folder, report)
+    _forget_behind(folder, step)
+    boards = _Boards(folder, step, report)
     began, first = time.monotonic(), step
     finished_step = True
     with _stop_requested() as stop:
@@ -235,6 +236,26 @@ def _log(folder: Path, boards: "_Boards", step: int, figures: Mapping[str, float
     boards.add(step, figures)
 
 
+def _forget_behind(folder: Path, step: int) -> None:
+    """Figures of steps that no state was saved of, and that are made again."""
+    path = folder / LOG_NAME
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    kept = [line for line in lines if _step_of(line) <= step]
+    if len(kept) < len(lines):
+        with suppress(OSError, DiskFullError):  # as in _log
+            write_bytes(path, "".join(line + "\n" for line in kept).encode())
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, LookupError, TypeError):  # it was being written when the machine stopped
+        return math.inf
+
+
 def _set_aside(folder: Path) -> None:
     """The figures of a run that was given up, which are not this one's."""
     for name in (LOG_NAME, BOARDS_NAME):
@@ -248,7 +269,7 @@ def _set_aside(folder: Path) -> None:
 class _Boards:
     """Tensorboard, where it is installed, until its files cannot be written any more."""
 
-    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, step: int, report: Callable[[str], None]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._report = report
         self._writer: Any = None
@@ -257,7 +278,7 @@ class _Boards:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 return
-            self._writer = SummaryWriter(str(folder / BOARDS_NAME))
+            self._writer = SummaryWriter(str(folder / BOARDS_NAME), purge_step=step + 1)
 
     def add(self, step: int, figures: Mapping[str, float]) -> None:
         with self._dropped_on_error():

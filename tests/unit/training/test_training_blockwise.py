@@ -481,6 +481,23 @@ def test_a_restart_sets_the_former_figures_aside(target: Path, data: Path, tmp_p
         assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
+def test_figures_of_steps_that_are_made_again_are_logged_once(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    """A machine that stopped had logged more than it had saved, and half a line."""
+    config = settings(target, data, tmp_path / "h", max_steps=3, log_every=1)
+    train_blockwise(config, quiet)
+    log = tmp_path / "h.run/log.jsonl"
+    whole = log.read_text()
+    for more in ('{"step": 4, "loss": 1.0}\n{"step": 5, "lo', ""):
+        log.write_text(whole + more)
+        train_blockwise(config, quiet)
+        assert log.read_text() == whole
+    (tmp_path / "h.run/state.pt").unlink()  # before the first was saved
+    train_blockwise(config, quiet)
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3]
+
+
 def test_recorded_states_of_another_model_are_refused(
     target: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -545,7 +562,7 @@ def test_a_full_disk_drops_tensorboard_only(
     target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Writer:
-        def __init__(self, folder: str) -> None:
+        def __init__(self, folder: str, purge_step: int) -> None:
             self.left = 1
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
