@@ -7,10 +7,25 @@ earlier place of the text, may be drafted whether it is listed or not: where it 
 column is its own.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 _ABSENT = -1e4  # logit of a token that is not drafted; its probability is 0 in float32
+
+
+def shapes_and_ids(file: Path) -> tuple[dict[str, tuple[int, ...]], Tensor | None]:
+    """Shapes of the tensors in a file, and its draft vocabulary if it has one; no weights are read.
+
+    Raises what safetensors does.
+    """
+    from safetensors import safe_open
+
+    with safe_open(str(file), framework="pt") as opened:
+        names = list(opened.keys())
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+        return shapes, opened.get_tensor("draft_vocab") if "draft_vocab" in names else None
 
 
 def ids_problem(ids: Tensor, vocab_size: int) -> str | None:

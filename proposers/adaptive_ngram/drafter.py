@@ -172,13 +172,12 @@ class NgramDrafter:
 
         Late, the drafts are those that a device made of these tokens before they were learned.
         """
-        if self.is_late:
-            drafts = self.drafts_behind(step)
-            with self._lock:
-                self.learner.learn(step.requests, self._shared_half_life(step.requests))
-        else:
-            drafts = self._search_for(step, self.learn_known(step.requests))
         with self._lock:
+            if self.is_late:
+                drafts = self.drafts_behind(step)
+                self.learner.learn(step.requests, self._shared_half_life(step.requests))
+            else:
+                drafts = self._search_for(step, self.learn_known(step.requests))
             self._save_when_due()
         return drafts
 

@@ -8,10 +8,8 @@ construction, so memory stays constant for ever. A slot's generation is part of 
 a slot only raises the generation, which empties all its rows at once.
 """
 
-import contextlib
 import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +27,7 @@ FILE_VERSION = "1"
 KIND = "adaptive_ngram.overlay"
 
 _FIX = "Delete the file or choose another overlay_file."
-_PARTIAL = ".partial"
-_OLD_S = 3600.0  # no file takes so long to write
+_PARTIAL = ".partial"  # as training/atomic.py has it
 
 
 class OverlayArrays(NamedTuple):
@@ -278,19 +275,6 @@ def write_overlay(
         raise
 
 
-def remove_leftovers(folder: Path, names: str) -> None:
-    """Delete what processes that were killed while they wrote left behind.
-
-    Args:
-        folder: Of the files.
-        names: Of the files; may have ``*``.
-    """
-    for partial in folder.glob(f".{names}.*{_PARTIAL}"):
-        with contextlib.suppress(OSError):  # another process may be at it
-            if time.time() - partial.stat().st_mtime > _OLD_S:
-                partial.unlink()
-
-
 def check_overlay(path: Path, fingerprint: str, vocab_size: int, num_buckets: int) -> None:
     """Refuse a saved overlay that another engine made, or a damaged one; reads no table.
 
@@ -305,26 +289,25 @@ def check_overlay(path: Path, fingerprint: str, vocab_size: int, num_buckets: in
     """
     from safetensors import SafetensorError, safe_open
 
-    fix = _FIX
     if path.is_dir():
-        raise SpecExtError(f"overlay_file {path} is a folder, expected a file. {fix}")
+        raise SpecExtError(f"overlay_file {path} is a folder, expected a file. {_FIX}")
     try:
         with safe_open(str(path), framework="numpy") as file:
             metadata = file.metadata() or {}
             names = list(file.keys())
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
-        raise SpecExtError(f"cannot read overlay {path}: {error}. {fix}") from error
+        raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX}") from error
     found = (metadata.get("kind"), metadata.get("version"), metadata.get("vocab_size"))
     expected = (KIND, FILE_VERSION, str(vocab_size))
     if found != expected:
-        raise SpecExtError(f"overlay {path}: found {found}, expected {expected}. {fix}")
-    check_fingerprint(metadata.get("tokenizer", ""), fingerprint, f"overlay {path}", fix)
+        raise SpecExtError(f"overlay {path}: found {found}, expected {expected}. {_FIX}")
+    check_fingerprint(metadata.get("tokenizer", ""), fingerprint, f"overlay {path}", _FIX)
     num_rows, found_rows = num_buckets * WAYS, shapes.get("keys", ())
     if found_rows != (num_rows,):
         raise SpecExtError(
             f"overlay {path}: found keys of shape {list(found_rows)}, expected [{num_rows}]; "
-            f"shared_buckets must be as it was when the file was saved. {fix}"
+            f"shared_buckets must be as it was when the file was saved. {_FIX}"
         )
 
 
@@ -337,12 +320,12 @@ def load_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: in
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    arrays, fix = pool.arrays, _FIX
+    arrays = pool.arrays
     check_overlay(path, fingerprint, vocab_size, arrays.keys.shape[1] // WAYS)
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise SpecExtError(f"cannot read overlay {path}: {error}. {fix}") from error
+        raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX}") from error
     targets = {name: getattr(arrays, name)[0] for name in ("keys", "stamps", "tokens", "weights")}
     targets |= {"clock": arrays.clocks[:1], "generation": arrays.generations[:1]}
     for name, target in targets.items():
@@ -351,11 +334,11 @@ def load_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: in
             shape = "nothing" if source is None else f"{source.dtype} {source.shape}"
             raise SpecExtError(
                 f"overlay {path}: found {name} = {shape}, expected {target.dtype} {target.shape}; "
-                f"shared_buckets must be as it was when the file was saved. {fix}"
+                f"shared_buckets must be as it was when the file was saved. {_FIX}"
             )
     if (tensors["tokens"] < 0).any() or (tensors["tokens"] >= vocab_size).any():
-        raise SpecExtError(f"overlay {path}: holds tokens outside the vocabulary. {fix}")
+        raise SpecExtError(f"overlay {path}: holds tokens outside the vocabulary. {_FIX}")
     if not np.isfinite(tensors["weights"]).all():
-        raise SpecExtError(f"overlay {path}: holds weights that are no numbers. {fix}")
+        raise SpecExtError(f"overlay {path}: holds weights that are no numbers. {_FIX}")
     for name, target in targets.items():
         target[...] = tensors[name]

@@ -23,14 +23,15 @@ from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     OverlayPool,
     bucket_start,
     make_key,
-    remove_leftovers,
     save_overlay,
 )
+from vllm_spec_ext.training.atomic import remove_partials
 
 REPLICA = "{replica}"
 MERGED = "merged"
 
 _WORD = (1 << 21) - 1
+_LONGEST_SAVE_S = 3600.0
 
 
 def file_to_read(overlay_file: str) -> Path:
@@ -47,7 +48,7 @@ def file_to_save(overlay_file: str) -> Path:
 def tidy(overlay_file: str) -> None:
     """Delete what was left of it by processes that were killed."""
     path = Path(overlay_file.replace(REPLICA, "*")).expanduser()
-    remove_leftovers(path.parent, path.name)
+    remove_partials(path.parent, path.name, min_age_s=_LONGEST_SAVE_S)
 
 
 def merge_overlays(paths: Sequence[Path], out: Path) -> int:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.draft_columns import ids_problem
+from vllm_spec_ext.proposers.draft_columns import ids_problem, shapes_and_ids
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -369,16 +369,11 @@ def _empty_heads(config: HeadsConfig) -> BlockwiseHeads:
 
 def _check_weights(folder: Path, config: HeadsConfig) -> None:
     """Refuse a file that is not whole, or another than config.json says; reads no weights."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     file = folder / WEIGHTS_NAME
-    listed = None
     try:
-        with safe_open(str(file), framework="pt") as opened:
-            names = list(opened.keys())
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-            if "draft_vocab" in names:
-                listed = opened.get_tensor("draft_vocab")
+        shapes, listed = shapes_and_ids(file)
     except (SafetensorError, OSError, struct.error) as error:
         raise SpecExtError(f"{file} is damaged ({error}); copy or train the heads again") from error
     heads = _empty_heads(config).state_dict()

@@ -3,8 +3,10 @@
 
 import errno
 import json
+import math
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,19 +56,29 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             raise
 
 
-def remove_partials(root: Path, name: str) -> None:
+def remove_partials(root: Path, name: str, min_age_s: float = 0.0) -> None:
     """Delete what processes that were killed left behind of a file or folder.
 
     Args:
         root: Where it is.
         name: Of it, from there; may have ``*`` for its last part.
+        min_age_s: Seconds; younger ones stay, where other processes may be writing.
     """
     folder, last = (root / name).parent, Path(name).name
     for partial in folder.glob(f".{last}.*.partial"):
+        if min_age_s and time.time() - _changed_at(partial) < min_age_s:
+            continue
         if partial.is_dir():
             shutil.rmtree(partial, ignore_errors=True)
         else:
             partial.unlink(missing_ok=True)
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # another process has deleted it
+        return math.inf
 
 
 def replace_folder(new: Path, folder: Path) -> None:

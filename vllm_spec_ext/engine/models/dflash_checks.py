@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, extras_file
 from vllm_spec_ext.engine.models.same_ids import why_ids_differ
-from vllm_spec_ext.engine.models.weight_files import safetensors_shapes, tensor_shapes
+from vllm_spec_ext.engine.models.weight_files import tensor_shapes
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
-from vllm_spec_ext.proposers.draft_columns import ids_problem
+from vllm_spec_ext.proposers.draft_columns import ids_problem, shapes_and_ids
 from vllm_spec_ext.proposers.nar.guesses import SlotGuesses
 from vllm_spec_ext.proposers.nar.layout import EXTRAS_NAME, NarConfig
 
@@ -209,12 +209,8 @@ def _extras(facts: DFlashFacts, file: Path | None) -> Iterator[str]:
     if file is None:
         yield f"found no {EXTRAS_NAME}, expected what its config.json lists; {_AGAIN}"
         return
-    listed = None
     try:
-        found = safetensors_shapes(file)
-        if "draft_vocab" in found:
-            with safe_open(str(file), framework="pt") as opened:
-                listed = opened.get_tensor("draft_vocab")
+        found, listed = shapes_and_ids(file)
     except (SafetensorError, OSError) as error:
         yield f"{EXTRAS_NAME} is damaged ({error}); {_AGAIN}"
         return

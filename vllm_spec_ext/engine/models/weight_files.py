@@ -99,20 +99,13 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in a file; raises what safetensors does."""
-    from safetensors import safe_open
-
-    with safe_open(str(file), framework="pt") as opened:
-        names = list(opened.keys())
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-
-
 def _readable(file: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
 
     try:
-        return safetensors_shapes(file)
+        with safe_open(str(file), framework="pt") as opened:
+            names = list(opened.keys())
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError):
         return {}
 
