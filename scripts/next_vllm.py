@@ -10,12 +10,15 @@ once: vLLM registers its operators by name. The folder is made once, in the user
 """
 
 import argparse
+import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,7 +54,7 @@ def installed() -> tuple[str, Path]:
 
 
 def ensure(wanted: str, cache: Path | None = None, wheel: Path | None = None) -> Path:
-    """The folder for ``PYTHONPATH``, made if it is not there.
+    """The folder for ``PYTHONPATH``, made if it is not there; once, however many ask for it.
 
     Args:
         wanted: Version of vLLM.
@@ -63,10 +66,15 @@ def ensure(wanted: str, cache: Path | None = None, wheel: Path | None = None) ->
     """
     base, binaries = installed()
     folder = (cache or cache_folder()) / f"vllm-{wanted}-over-{base}"
-    if (folder / DONE).exists() and _links_lead_to(folder, binaries):
+    if _complete(folder, binaries):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
+    with (
+        _alone_in(folder.parent),
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary,
+    ):
+        if _complete(folder, binaries):
+            return folder  # another process made it meanwhile
         work = Path(temporary)
         made = work / "made"
         _unpack(wheel or _download(wanted, work), wanted, made)
@@ -83,9 +91,20 @@ def ensure(wanted: str, cache: Path | None = None, wheel: Path | None = None) ->
     return folder
 
 
-def _links_lead_to(folder: Path, binaries: Path) -> bool:
-    """Whether the binaries are still those of this environment: there may be another one."""
-    return all(
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """While no other process makes something there."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _complete(folder: Path, binaries: Path) -> bool:
+    """Whether it is all there, with the binaries of this environment: there may be another one."""
+    return (folder / DONE).exists() and all(
         (folder / "vllm" / binary.relative_to(binaries)).resolve() == binary.resolve()
         for binary in binaries.rglob(f"*{BINARIES}")
     )

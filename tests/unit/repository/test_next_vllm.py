@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A newer vLLM's sources over the binaries of an older one: what the folder holds."""
 
+import multiprocessing
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -52,6 +54,30 @@ def test_sources_are_new_and_binaries_are_old(installed: Path, tmp_path: Path) -
         check=True,
     )
     assert done.stdout.split() == ["new", "0.33.0+cpu"]
+
+
+def test_two_processes_make_it_once(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpack, unpacked = next_vllm._unpack, tmp_path / "unpacked"
+
+    def slowly(wheel: Path, wanted: str, folder: Path) -> None:
+        with unpacked.open("a") as log:
+            log.write("once\n")
+        time.sleep(0.3)
+        unpack(wheel, wanted, folder)
+
+    monkeypatch.setattr(next_vllm, "_unpack", slowly)
+    given = ("0.33.0", tmp_path / "cache", make_wheel(tmp_path))
+    fork = multiprocessing.get_context("fork")
+    both = [fork.Process(target=next_vllm.ensure, args=given) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(30)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert unpacked.read_text() == "once\n"
+    assert (next_vllm.ensure(*given) / "vllm" / "_C.abi3.so").read_text() == "old binary"
 
 
 def test_it_is_made_once_and_again_for_another_environment(
