@@ -95,6 +95,8 @@ class RequestStep:
     group for each ``cache_salt``. A draft shows what it was made of: a step that accepts many
     tokens tells one user what another was answered."""
 
+    ends: frozenset[int] = frozenset()
+    """Stop tokens, with which its answer ends. Nothing behind one is verified: it is cut off."""
     next_tokens: NextTokens | None = None  # if Needs.next_tokens
     num_steps: int = 1
     """Steps that gave the new tokens. A proposer that runs no model is not asked in every step

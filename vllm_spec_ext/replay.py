@@ -20,6 +20,7 @@ import numpy as np
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import RequestOptions
+from vllm_spec_ext.proposers.answer_ends import AnswerEnds
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     UNSALTED,
@@ -57,6 +58,8 @@ class Recording:
     max_tokens: int | None = None
     """Most tokens that were asked for, which bound the drafts near the end; None = as many as were
     answered."""
+    ends: frozenset[int] = frozenset()
+    """Stop tokens of the request, behind which nothing is drafted."""
 
 
 def recording_of(
@@ -64,6 +67,7 @@ def recording_of(
     output: Sequence[int],
     steps: Sequence[Mapping[str, Any]],
     max_tokens: int | None = None,
+    ends: frozenset[int] = frozenset(),
 ) -> Recording:
     """A request as an engine answered it.
 
@@ -72,7 +76,7 @@ def recording_of(
         output: Token ids.
         steps: What the worker recorded of it, from its prefill on
             (:class:`vllm_spec_ext.engine.watching.step_log.StepLog`).
-        max_tokens: As of :class:`Recording`.
+        max_tokens, ends: As of :class:`Recording`.
     """
     foreseen: dict[Row, tuple[Sequence[int], Sequence[float]]] = {}
     text, size = [*prompt, *output], len(prompt)
@@ -83,7 +87,7 @@ def recording_of(
             rows = _rows(text, size, step["tokens"], step["parents"])
             foreseen |= zip(rows, zip(found["tokens"], found["probs"], strict=True), strict=False)
         size += len(step["new_tokens"])
-    return Recording(prompt, output, foreseen=foreseen, max_tokens=max_tokens)
+    return Recording(prompt, output, foreseen=foreseen, max_tokens=max_tokens, ends=ends)
 
 
 def _rows(
@@ -180,6 +184,7 @@ class _Running:
     length: int  # tokens known to the target
     most: int  # tokens that were asked for, the prompt's included
     foreseen: Mapping[Row, tuple[Sequence[int], Sequence[float]]]
+    ends: frozenset[int]
     new: int = 1
     draft: Draft = EMPTY_DRAFT  # of the last step
 
@@ -197,6 +202,7 @@ def _requests(recordings: Sequence[Recording]) -> Iterator[_Running]:
             length=num_prompt + 1,
             most=num_prompt + (recording.max_tokens or len(recording.output_token_ids)),
             foreseen=recording.foreseen,
+            ends=recording.ends,
         )
 
 
@@ -227,6 +233,7 @@ def replay(
     waiting = _requests(recordings)
     running: list[_Running] = []
     outcomes: list[StepOutcome] = []
+    ends = AnswerEnds()
     while True:
         running += islice(waiting, batch_size - len(running))
         if not running:
@@ -234,13 +241,14 @@ def replay(
         step = StepContext([_step_of(request, engine, options) for request in running])
         start = clock()
         if outcomes:
-            proposer.observe(outcomes)
+            proposer.observe(ends.restored(outcomes))
         drafts = proposer.propose(step)
         result.propose_us.append((clock() - start) * 1e6 / len(running))
         outcomes = []
         left: list[_Running] = []
-        for request, view, draft in zip(running, step.requests, drafts, strict=True):
+        for view, draft in zip(step.requests, drafts, strict=True):
             check_draft(draft, view.room, engine.vocab_size)
+        for request, draft in zip(running, ends.cut(step.requests, drafts), strict=True):
             if request.length < len(request.tokens):
                 outcomes.append(_advance(request, draft, result))
                 left.append(request)
@@ -262,6 +270,7 @@ def _step_of(request: _Running, engine: EngineHandle, options: RequestOptions) -
         room=max(0, min(engine.num_speculative_tokens, num_left)),
         options=options,
         share_group=UNSALTED,
+        ends=request.ends,
         next_tokens=_foreseen(request) if request.foreseen else None,
     )
 

@@ -253,6 +253,35 @@ def _find_given(given, which, pointer, token):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _name_candidates(  # type: ignore[no-untyped-def]
+    text, size, depth, token, own, answers, above, here, vocab_size, max_ngram, table, group,
+    drafts, pointers, candidates, classes,
+):  # fmt: skip
+    """Name what sources have behind a node; returns the number of candidates.
+
+    Args:
+        text: Ends with the node, `depth` tokens behind the first `size`.
+        token: The node's; -1 = it is the root.
+        above, here: As of :func:`_find_places`.
+        pointers: [2] the node's place in each of `drafts`.
+        candidates, classes: Written. The others are those of :func:`grow`.
+    """
+    end, count = size + depth, 0
+    for which in range(2):
+        index = own if which == OWN else answers
+        if index[1] > 0:
+            _find_places(text, end, index, which, token, depth, max_ngram, above, here)
+            count = _name_matched(
+                text, size, index, which, depth, vocab_size, here, candidates, classes, count
+            )
+    if group >= 0:
+        count = _name_recycled(text, end, table, group, candidates, classes, count)
+    for which in range(2):
+        count = _name_given(drafts, which, pointers[which], candidates, classes, count)
+    return count
+
+
+@kernel
 def _probabilities(classes, count, weights, odds):  # type: ignore[no-untyped-def]
     """Write the probability of each candidate; together at most 1, as one token follows."""
     together = 0.0
@@ -289,7 +318,7 @@ def _write_path(text, end, tokens, parents, node):  # type: ignore[no-untyped-de
 
 @kernel
 def grow(  # type: ignore[no-untyped-def]
-    text, size, own, answers, table, group, given, weights, vocab_size, max_ngram, room, least
+    text, size, own, answers, table, group, given, weights, vocab_size, max_ngram, room, ends, least
 ):
     """The nodes with the largest path probabilities, best first; they are a tree.
 
@@ -307,6 +336,7 @@ def grow(  # type: ignore[no-untyped-def]
         vocab_size: Larger numbers are no tokens.
         max_ngram: Longest suffix that is looked up.
         room: Most nodes.
+        ends: Stop tokens: none has children.
         least: Least path probability.
 
     Returns:
@@ -333,23 +363,16 @@ def grow(  # type: ignore[no-untyped-def]
         depth, token, parent = 0, -1, -1
         if node >= 0:
             depth, token, parent = depths[node], tokens[node], parents[node]
-        end, count = size + depth, 0
-        _write_path(text, end, tokens, parents, node)
         state, before = node if node >= 0 else room, parent if parent >= 0 else room
         above = places[before], num_places[before], agreeing[before]
         here = places[state], num_places[state], agreeing[state]
-        for which in range(2):
-            index = own if which == OWN else answers
-            if index[1] > 0:
-                _find_places(text, end, index, which, token, depth, max_ngram, above, here)
-                count = _name_matched(
-                    text, size, index, which, depth, vocab_size, here, candidates, classes, count
-                )
-        if group >= 0:
-            count = _name_recycled(text, end, table, group, candidates, classes, count)
-        for which in range(2):
-            pointer = pointers[state, which]
-            count = _name_given(drafts, which, pointer, candidates, classes, count)
+        count = 0
+        if token < 0 or not np.any(ends == token):
+            _write_path(text, size + depth, tokens, parents, node)
+            count = _name_candidates(
+                text, size, depth, token, own, answers, above, here, vocab_size, max_ngram, table,
+                group, drafts, pointers[state], candidates, classes,
+            )  # fmt: skip
         _probabilities(classes, count, weights, odds)
         odds[:count] *= paths[node] if node >= 0 else 1.0
         for i in range(count):

@@ -95,7 +95,7 @@ class Lookup:
         given, nothing = NOTHING_GIVEN, self._nothing.arrays
         no_drafts = (given.tokens, given.parents, given.paths, given.second)
         weights = np.zeros((NUM_COLUMNS, NUM_CLASSES))
-        args = (self._vocab_size, self._max_ngram, 1, 1.0)
+        args = (self._vocab_size, self._max_ngram, 1, np.zeros(0, np.int32), 1.0)
         buffer = np.zeros(2, np.int32)
         self._kernels.grow(buffer, 1, nothing, nothing, rows.table, 0, no_drafts, weights, *args)
 
@@ -153,6 +153,7 @@ class Lookup:
             self._vocab_size,
             self._max_ngram,
             request.room,
+            np.fromiter(request.ends, np.int32, len(request.ends)),
             max(least, _LEAST_PATH),
         )
         return Candidates(parents, tokens, paths, evidence, said=paths)

@@ -149,7 +149,8 @@ def recordings(bench: BenchResult, tokenizer: Any) -> list[Recording]:
         )
         (turn,) = record.turns
         assert len(prompt) == turn.num_prompt_tokens
-        found.append(Recording(prompt, turn.token_ids, max_tokens=SETTINGS["max_tokens"]))
+        asked = {"max_tokens": SETTINGS["max_tokens"], "ends": frozenset({tokenizer.eos_token_id})}
+        found.append(Recording(prompt, turn.token_ids, **asked))
     return found
 
 
@@ -160,8 +161,9 @@ def test_a_replay_accepts_what_the_engine_accepted(
     by_request: dict[str, list[dict[str, Any]]] = {}
     for step in recorded["auto"]["steps"]:
         by_request.setdefault(step["request_id"], []).append(step)
+    ends = frozenset({tokenizer.eos_token_id})
     replayed = [
-        recording_of(prompt, output, steps, SETTINGS["max_tokens"])
+        recording_of(prompt, output, steps, SETTINGS["max_tokens"], ends)
         for (prompt, output), steps in zip(
             recorded["auto"]["answers"], by_request.values(), strict=True
         )

@@ -18,7 +18,8 @@ from scenarios import PROMPTS, SCENARIOS, Scenario
 from vllm_spec_ext.engine.drafting import drafter
 from vllm_spec_ext.engine.row_padding import Layer, RowPadding
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.proposers.base import StepOutcome
+from vllm_spec_ext.proposers.base import Draft, StepContext, StepOutcome
+from vllm_spec_ext.proposers.draft_tree import parents_of
 
 # The overlay is shared, so what one scenario answered is drafted when the prompt comes again.
 NGRAMS = {"method": "adaptive_ngram", "overlay": "both", "min_confidence": 0.0, **ALWAYS_DRAFT}
@@ -247,6 +248,37 @@ def test_drafts_really_are_accepted_and_rejected(name: str, plain: Any, make_eng
     run(engine, SCENARIOS["batch_of_one"], [[]])
     # The request of a step is freed at the start of the next one.
     assert len(runner.spec_states) <= 1
+
+
+@pytest.mark.parametrize("name", ["oracle", "oracle_tree"])
+def test_nothing_is_verified_behind_a_stop_token(
+    name: str, plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the proposer hears of its own nodes, whatever was left out between them."""
+    asked = {"max_tokens": 30, "ignore_eos": True}
+    truths = [one[0] for one in tokens(run(plain, Scenario([asked], PROMPTS)))]
+    # What the oracle drafts in the place of the truth, and one token of the truth.
+    wrong = 1 if name == "oracle" else 2
+    stops = [[*{(token + wrong) % 500 for token in one} - {*one}, *one[25:26]] for one in truths]
+    scenario = Scenario([{**asked, "stop_token_ids": found} for found in stops], PROMPTS)
+    expected = tokens(run(plain, scenario))
+    runner = runner_of(make_engine(speculative_config=METHODS[name]))
+    proposer, draft, sizes = runner.drafter._proposer, runner.drafter.draft, [0, 0]
+
+    def watched(step: StepContext, *told: Any) -> list[Draft]:
+        drafts: list[Draft] = draft(step, *told)
+        for request, kept in zip(step.requests, drafts, strict=True):
+            stopping = [token in request.ends for token in kept.tokens.tolist()]
+            assert not any(stopping[parent] for parent in parents_of(kept) if parent >= 0)
+            sizes[0] += len(kept)
+            sizes[1] += len(proposer._drafted[request.request_id][0])
+        return drafts
+
+    monkeypatch.setattr(runner.drafter, "draft", watched)
+    proposer.wrong_paths.clear()
+    assert tokens(run(make_engine(speculative_config=METHODS[name]), scenario, truths)) == expected
+    assert 0 < sizes[0] < 0.9 * sizes[1]
+    assert proposer.wrong_paths == []
 
 
 @pytest.mark.parametrize("kind", ["tree", "chain"])

@@ -159,3 +159,35 @@ def test_recordings_with_what_was_foreseen_are_read_from_files(tmp_path: Path) -
         path.write_text(json.dumps({**row, "foreseen": wrong}))
         with pytest.raises(SpecExtError, match="foreseen: expected"):
             simulate.read_recordings(path, None)
+
+
+def test_stop_tokens_of_a_recording(tmp_path: Path) -> None:
+    class Tokenizer:
+        eos_token_id = 2
+
+    row = {"prompt_token_ids": [1, 3], "output_token_ids": [4, 5], "stop_token_ids": [7, 8]}
+    path = tmp_path / "recorded.jsonl"
+    path.write_text(json.dumps(row))
+    assert simulate.read_recordings(path, Tokenizer())[0].ends == {7, 8}
+    path.write_text(json.dumps({**row, "stop_token_ids": [-1]}))
+    with pytest.raises(SpecExtError, match=r"line 1: stop_token_ids must be a list of integers"):
+        simulate.read_recordings(path, None)
+    del row["stop_token_ids"]
+    path.write_text(json.dumps(row))
+    assert simulate.read_recordings(path, Tokenizer())[0].ends == {2}
+    assert simulate.read_recordings(path, None)[0].ends == frozenset()
+
+
+def test_nothing_counts_as_drafted_behind_a_stop_token() -> None:
+    text = list(range(20, 40))
+    recordings = [
+        Recording([1, *text, 2, 3, 4, 5], [*text, 2], ends=frozenset(ends)) for ends in ((), (2,))
+    ]
+    (point,) = simulate.make_points("input_copy", [{"source": "prompt", "fold_case": False}])
+    found = []
+    for recording in recordings:
+        given = [Recording(**{**vars(recording), "max_tokens": 40})]
+        proposer, engine = simulate.start("input_copy", point, given, None, "", 1)
+        found.append(replay(proposer, given, engine))
+    assert found[0].num_steps == found[1].num_steps
+    assert found[0].num_drafted == found[1].num_drafted + 3

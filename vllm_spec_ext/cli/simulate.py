@@ -44,8 +44,9 @@ def read_recordings(path: Path, tokenizer: object | None, limit: int = 0) -> lis
 
     Args:
         path: Rows with ``prompt_token_ids`` and ``output_token_ids``, or with the texts ``prompt``
-            and ``output``; optionally ``category``, ``max_tokens`` as the request asked for, and
-            beside token ids ``foreseen``, a list of ``[tokens of the text before a row, draft
+            and ``output``; optionally ``category``, ``max_tokens`` and ``stop_token_ids`` (default:
+            the tokenizer's end of a text) as the request asked for, and beside token ids
+            ``foreseen``, a list of ``[tokens of the text before a row, draft
             tokens from there to the row, likeliest next tokens, their probabilities]``.
         tokenizer: For texts.
         limit: Most rows; 0 = all.
@@ -78,15 +79,16 @@ def _recording(line: str, where: str, tokenizer: object | None) -> Recording:
     max_tokens = fields.get("max_tokens")
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise SpecExtError(f"{where}: max_tokens is {max_tokens!r}; expected an integer from 1")
+    ends = _stop_tokens(fields, where, tokenizer)
     if {"prompt_token_ids", "output_token_ids"} <= fields.keys():
         pair = [fields["prompt_token_ids"], fields["output_token_ids"]]
         for ids in pair:
-            if not isinstance(ids, list) or not all(type(i) is int and _is_id(i) for i in ids):
+            if not _are_ids(ids):
                 raise SpecExtError(
                     f"{where}: token ids must be a list of integers from 0 to {MOST_IDS - 1}"
                 )
         foreseen = _foreseen(fields.get("foreseen", []), where)
-        return Recording(pair[0], pair[1], category, foreseen, max_tokens)
+        return Recording(pair[0], pair[1], category, foreseen, max_tokens, ends)
     texts = [fields.get("prompt"), fields.get("output")]
     if not all(isinstance(text, str) for text in texts):
         raise SpecExtError(
@@ -96,7 +98,19 @@ def _recording(line: str, where: str, tokenizer: object | None) -> Recording:
     if tokenizer is None:
         raise SpecExtError(f"{where} holds texts; name the model with --tokenizer")
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]  # type: ignore[attr-defined]
-    return Recording(ids[0], ids[1], category, max_tokens=max_tokens)
+    return Recording(ids[0], ids[1], category, max_tokens=max_tokens, ends=ends)
+
+
+def _stop_tokens(fields: Mapping[str, Any], where: str, tokenizer: object | None) -> frozenset[int]:
+    if "stop_token_ids" not in fields:
+        end = getattr(tokenizer, "eos_token_id", None)
+        return frozenset() if end is None else frozenset({end})
+    ids = fields["stop_token_ids"]
+    if not _are_ids(ids):
+        raise SpecExtError(
+            f"{where}: stop_token_ids must be a list of integers from 0 to {MOST_IDS - 1}"
+        )
+    return frozenset(ids)
 
 
 def _foreseen(rows: Any, where: str) -> dict[Row, tuple[list[int], list[float]]]:
@@ -115,6 +129,10 @@ def _foreseen(rows: Any, where: str) -> dict[Row, tuple[list[int], list[float]]]
     if not all(_is_id(token) for tokens, _ in found.values() for token in tokens):
         raise SpecExtError(f"{where}: foreseen: expected token ids from 0 to {MOST_IDS - 1}")
     return found
+
+
+def _are_ids(ids: object) -> bool:
+    return isinstance(ids, list) and all(type(i) is int and _is_id(i) for i in ids)
 
 
 def _is_id(token: int) -> bool:

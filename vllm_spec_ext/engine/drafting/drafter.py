@@ -30,6 +30,7 @@ from vllm_spec_ext.environment import READ_ONLY, is_set
 from vllm_spec_ext.online.session import OnlineSession, Origin
 from vllm_spec_ext.online.target_ends import where_it_is
 from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.answer_ends import AnswerEnds
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
     DeviceTexts,
@@ -99,6 +100,7 @@ class Drafter:
         self.counts = WorkerCounts()
         """What the worker tells the front end, see :mod:`..watching.stat_channel`."""
         self._sources = SourceCounter(self.counts)
+        self._ends = AnswerEnds()
         self.online: OnlineSession | None = None
         """Of rank 0, if the drafter learns while it serves."""
         self._close_online: weakref.finalize[Any, Any] | None = None
@@ -221,13 +223,14 @@ class Drafter:
         """
         start = time.perf_counter()
         refused_before = self._barrier.num_refused
-        told = [*outcomes, *shadow_outcomes]
+        told = self._ends.restored([*outcomes, *shadow_outcomes])
         self._barrier.call("observe", lambda: self._proposer.observe(told), None)
         online = self.online
         if online is not None:
             self._barrier.call("online", lambda: online.verified(outcomes), None)
             self._barrier.call("online", online.begin_step, None)
         drafts = self._barrier.drafts(self._proposer.propose, step) if step.requests else []
+        drafts = self._ends.cut(step.requests, drafts)
         if online is not None and not step.is_shadow:
             self._barrier.call("online", lambda: online.drafted(step, drafts), None)
             if self._is_first_process:
@@ -359,6 +362,7 @@ class Drafter:
         """Free the proposer's state of these requests."""
         if self.ranks.leads:
             self._sources.forget(request_ids)
+            self._ends.forget(request_ids)
             online = self.online
             if online is not None:
                 self._barrier.call("online", lambda: online.finish(request_ids), None)

@@ -351,6 +351,7 @@ class StepDrafts:
             top_p=params.top_p,
             seed=params.seed,
             share_group=state.share_group,
+            ends=state.ends,
             num_steps=len(unread) + 1,
         )
 

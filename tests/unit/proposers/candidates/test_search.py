@@ -42,8 +42,10 @@ def request(tokens: Any, room: int = 8, name: str = "r", **given: Any) -> Reques
 class Definition:
     """The same tree, from the words that describe it."""
 
-    def __init__(self, text: list[int], answers: list[int], max_ngram: int) -> None:
-        self.text, self.answers, self.max_ngram = text, answers, max_ngram
+    def __init__(
+        self, text: list[int], answers: list[int], max_ngram: int, ends: frozenset[int]
+    ) -> None:
+        self.text, self.answers, self.max_ngram, self.ends = text, answers, max_ngram, ends
 
     def looked_up(self, path: list[int], index: list[int], own: bool) -> tuple[int, list[int]]:
         whole = self.text + path
@@ -72,6 +74,8 @@ class Definition:
         return self.looked_up(path, index, own)
 
     def children(self, path: list[int]) -> dict[int, float]:
+        if path and path[-1] in self.ends:
+            return {}
         classes: dict[int, list[int]] = {}
         agreeing: dict[int, int] = {}
         for source, index in ((OWN, self.text), (ANSWERS, self.answers)):
@@ -126,19 +130,20 @@ class Definition:
         return found
 
 
+@pytest.mark.parametrize("ends", [(), (1,), (0, 3)])
 @pytest.mark.parametrize("seed", range(12))
-def test_the_tree_is_the_one_that_is_described(seed: int) -> None:
+def test_the_tree_is_the_one_that_is_described(seed: int, ends: tuple[int, ...]) -> None:
     random = np.random.default_rng(seed)
     text = random.integers(0, 3 + seed % 3, int(random.integers(2, 60))).tolist()
     answer = random.integers(0, 4, 30)
     sources = lookup(earlier_answers=100)
     sources.follow(request([1, *answer], name="earlier", num_prompt_tokens=1, new_tokens=answer))
     sources.finish("earlier")
-    step = request(text, room=12)
+    step = request(text, room=12, ends=frozenset(ends))
     sources.follow(step)
     found = sources.grow(step, WEIGHTS, 0.01)
     assert tree_problem(found.parents.tolist(), len(found)) is None
-    expected = Definition(text, [VOCAB, *answer.tolist()], 5).best(12, 0.01)
+    expected = Definition(text, [VOCAB, *answer.tolist()], 5, step.ends).best(12, 0.01)
     np.testing.assert_allclose(found.paths, [p for p, _ in expected], rtol=1e-4)
     paths: list[tuple[int, ...]] = []
     for parent, token in zip(found.parents.tolist(), found.tokens.tolist(), strict=True):

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts end with stop tokens, and proposers hear of what they drafted."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_spec_ext.proposers.answer_ends import AnswerEnds
+from vllm_spec_ext.proposers.records import EMPTY_DRAFT, Draft, RequestStep, StepOutcome, chain
+
+STOP = 2
+TOKENS = [5, STOP, 6, 7, STOP, 8, 9]
+PARENTS = [-1, 0, 1, 2, 0, 4, 0]
+"""5 and below it a stop token with two tokens behind it, another one with one, and 9."""
+
+
+def request(name: str = "a", ends: Sequence[int] = (STOP, 3)) -> RequestStep:
+    text = np.array([1, 4], np.int32)
+    return RequestStep(name, text, 1, [4], room=8, ends=frozenset(ends))
+
+
+def tree(**more: object) -> Draft:
+    return Draft(np.array(TOKENS, np.int32), np.array(PARENTS, np.int32), **more)  # type: ignore[arg-type]
+
+
+def test_a_chain_ends_with_the_first_stop_token() -> None:
+    ends = AnswerEnds()
+    told = chain([5, 3, STOP, 6])
+    (cut,) = ends.cut([request()], [told])
+    assert cut.tokens.tolist() == [5, 3]
+    assert cut.parents is None
+    outcome = StepOutcome("a", 2, 1)
+    assert ends.restored([outcome]) == [outcome]  # its first tokens are those of the proposer's
+
+
+def test_drafts_without_stop_tokens_are_left_as_they_are() -> None:
+    ends = AnswerEnds()
+    drafts = [chain([5, 6]), EMPTY_DRAFT, tree(), chain([5, STOP])]
+    requests = [request("a"), request("b"), request("c", ends=()), request("d")]
+    found = ends.cut(requests, drafts)
+    assert all(one is other for one, other in zip(found, drafts, strict=True))
+
+
+def test_a_tree_loses_what_stands_behind_them_and_its_proposer_hears_of_its_own_nodes() -> None:
+    ends = AnswerEnds()
+    probs = torch.eye(7)
+    path_probs = np.linspace(0.9, 0.3, 7, dtype=np.float32)
+    sources = tuple((str(node),) for node in range(7))
+    (cut,) = ends.cut([request()], [tree(probs=probs, path_probs=path_probs, sources=sources)])
+    kept = [0, 1, 4, 6]
+    assert cut.tokens.tolist() == [5, STOP, STOP, 9]
+    assert cut.parents is not None
+    assert cut.parents.tolist() == [-1, 0, 0, 0]
+    assert torch.equal(cut.probs, probs[kept])
+    assert cut.path_probs is not None
+    assert cut.path_probs.tolist() == path_probs[kept].tolist()
+    assert cut.sources == tuple(sources[node] for node in kept)
+    outcomes = [StepOutcome("a", 4, 2, (0, 3)), StepOutcome("b", 1, 1)]
+    assert ends.restored(outcomes) == [StepOutcome("a", 7, 2, (0, 6)), StepOutcome("b", 1, 1)]
+    # The engine had room for three nodes.
+    assert ends.restored([StepOutcome("a", 3, 1, (0,))]) == [StepOutcome("a", 5, 1, (0,))]
+
+
+def test_what_was_left_out_of_a_draft_says_nothing_of_the_next_one() -> None:
+    ends = AnswerEnds()
+    outcome = StepOutcome("a", 2, 2, (0, 1))
+    for forget in (
+        lambda: ends.cut([request()], [chain([5, 6])]),
+        lambda: ends.cut([request()], [EMPTY_DRAFT]),
+        lambda: ends.forget(["a"]),
+    ):
+        ends.cut([request()], [tree()])
+        assert ends.restored([StepOutcome("a", 3, 1, (0,))])[0].num_drafted == 5
+        forget()
+        assert ends.restored([outcome]) == [outcome]
