@@ -28,9 +28,9 @@ class AnswerEnds:
         if self._places:
             self.forget(request.request_id for request in requests)
         return [
-            draft
-            if request.ends.isdisjoint(draft.tokens.tolist())
-            else self._without_ends(request, draft)
+            self._without_ends(request, draft)
+            if not request.ends.isdisjoint(draft.tokens.tolist()) and _may_be_cut(draft)
+            else draft
             for request, draft in zip(requests, drafts, strict=True)
         ]
 
@@ -77,3 +77,12 @@ class AnswerEnds:
             num_drafted=kept[outcome.num_drafted - 1] + 1,
             nodes=tuple(kept[node] for node in outcome.accepted),
         )
+
+
+def _may_be_cut(draft: Draft) -> bool:
+    """Not a drawn tree: where scratch blocks are short, a branch is verified if all of it fits.
+
+    So by how long one is it would depend on what was drawn whether its first token is a candidate,
+    and the output would be biased (:class:`.records.Draft`).
+    """
+    return draft.probs is None or draft.parents is None

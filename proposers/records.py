@@ -96,7 +96,8 @@ class RequestStep:
     tokens tells one user what another was answered."""
 
     ends: frozenset[int] = frozenset()
-    """Stop tokens, with which its answer ends. Nothing behind one is verified: it is cut off."""
+    """Stop tokens, with which its answer ends. What a draft has behind one is left out, see
+    :mod:`.answer_ends`."""
     next_tokens: NextTokens | None = None  # if Needs.next_tokens
     num_steps: int = 1
     """Steps that gave the new tokens. A proposer that runs no model is not asked in every step

@@ -44,10 +44,12 @@ def scorer_of(options: ScorerOptions | None, vocab_size: int | None) -> Scorer:
 
 def warm_up(scorer: Scorer) -> None:
     """Compile a rule's kernels (about a second on a cold cache) before the first request."""
+    from vllm_spec_ext.scorers.rules.ranking import BLOCK
+
     nodes = torch.zeros(1, dtype=torch.int64)
     scorer.tolerated(
         Verification(
-            logits=torch.zeros(1, 4),
+            logits=torch.zeros(1, BLOCK + 1),  # small vocabularies go another way
             draft_token_ids=nodes,
             depths=nodes,
             request_index=nodes,

@@ -74,8 +74,32 @@ top_log_probs(torch.randn(3, 500), 8)
 check(at_start)
 """
 
+RULES = """
+import torch
+
+from vllm_spec_ext.scorers.build import build_scorer, warm_up
+from vllm_spec_ext.scorers.parse import parse_rule
+from vllm_spec_ext.scorers.rules.base import Verification
+
+parts = [
+    {"type": "top_k", "k": 3},
+    {"type": "tolerance", "beta": 5},
+    {"type": "distance", "epsilon": 2},
+    {"type": "min_block", "length": 2},
+]
+scorer = build_scorer(parse_rule({"type": "any_of", "rules": parts}), allow_lossy=True)
+warm_up(scorer)
+at_start = compiled()
+nodes = torch.arange(3)
+for size in (500, 5000):
+    logits = torch.randn(3, size)
+    exact_only = torch.zeros(3, dtype=torch.bool)
+    scorer.tolerated(Verification(logits, nodes, nodes, torch.zeros_like(nodes), exact_only))
+check(at_start)
+"""
+
 METHODS = ("input_copy", "adaptive_ngram", "suffix_tree", "recycling", "auto")
-CASES = {**dict.fromkeys(METHODS, METHOD), "eta": ETA, "top_columns": TOP_COLUMNS}
+CASES = {**dict.fromkeys(METHODS, METHOD), "eta": ETA, "rules": RULES, "top_columns": TOP_COLUMNS}
 
 
 def _failure_of(name: str) -> str:

@@ -292,6 +292,20 @@ def test_an_answer_of_one_token_is_not_remembered() -> None:
         assert found.options.remember is (max_tokens > 1)
 
 
+def test_options_that_cannot_be_read_loosen_nothing() -> None:
+    """They went around the front end: the server's relaxed rule is not what was asked for."""
+    vllm = pytest.importorskip("vllm")
+    from vllm_spec_ext.engine.requests.state import read_request
+
+    relaxed: Any = SimpleNamespace(method="input_copy", rule=TopKRule(k=3))
+    for given in ({"scorer": "exact", "typo": 1}, {"typo": 1}, {}):
+        params = vllm.SamplingParams(extra_args={"spec_ext": given, "eta_cutoff": 0.01})
+        found = read_request(params, relaxed, facts())
+        assert (found.rule is not None and found.rule.is_strict) is bool(given)
+        assert found.eta is not None
+        assert found.eta.epsilon == 0.01
+
+
 def test_a_session_that_may_end_where_it_repeats_itself_is_not_drafted_for() -> None:
     """Only vLLM's scheduler knows where that is, and it counts what was accepted behind it."""
     vllm = pytest.importorskip("vllm")

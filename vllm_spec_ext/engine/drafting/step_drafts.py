@@ -212,7 +212,9 @@ class StepDrafts:
             drawn = None
             if draft.probs is not None and tokens and self._may_draw(request.request_id):
                 drawn = draft.drawn
-                probs.append(draft.probs[:size].to(torch.float32))
+                rows = draft.probs[:size].to(torch.float32)
+                # Rows of another dtype do not quite sum to 1, and not every verifier divides.
+                probs.append(rows / rows.sum(1, keepdim=True))
             drafts.append(ScheduledDraft(request.request_id, tokens, tree, drawn))
             if log is not None:
                 parents = chain_parents(size) if tree is None else tree

@@ -24,7 +24,7 @@ from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import RequestFacts
 from vllm_spec_ext.proposers.draft_tree import is_branching
-from vllm_spec_ext.scorers.narrow import narrow
+from vllm_spec_ext.scorers.narrow import EXACT, narrow
 from vllm_spec_ext.scorers.options import EtaOptions, ScorerOptions
 
 if TYPE_CHECKING:
@@ -127,14 +127,20 @@ def read_request(
     """Parse a request's ``SamplingParams``.
 
     The front end has refused bad options already; what went around it runs with defaults. Nothing
-    a request says may raise here: that would end the engine, and all other requests with it.
+    a request says may raise here: that would end the engine, and all other requests with it. One
+    that may have asked for less than a relaxed rule is verified exactly.
     """
     options, rule, eta = registry.info(settings.method).request_options(), None, None
     if has_options(params.extra_args):
         try:
-            options, rule, eta = _read_options(params, settings, facts)
+            options, rule = _read_options(params, settings, facts)
         except Exception as error:
+            rule = EXACT
             logger.warning("vllm-spec-ext: %s; the request runs with defaults", error)
+        try:
+            eta = parse_eta(params.extra_args)
+        except Exception as error:
+            logger.warning("vllm-spec-ext: %s; the request runs without", error)
     if params.max_tokens == 1:
         # No answer to draft from later. Beam search sends such a request for each token of each
         # beam, without the options of the user's own (vLLM 0.32 entrypoints/generate/beam_search).
@@ -160,7 +166,7 @@ def read_request(
 
 def _read_options(
     params: "SamplingParams", settings: MethodSettings, facts: RequestFacts
-) -> tuple[RequestOptions, ScorerOptions | None, EtaOptions | None]:
+) -> tuple[RequestOptions, ScorerOptions | None]:
     options = check_options(settings, params.extra_args, facts)
     rule = None if options.scorer is None else narrow(settings.rule, options.scorer)
-    return options, rule, parse_eta(params.extra_args)
+    return options, rule

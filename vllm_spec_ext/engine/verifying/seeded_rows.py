@@ -25,6 +25,9 @@ class SeededRows(dict[int, torch.Generator]):
 
     def __init__(self, by_request: dict[int, torch.Generator], batch: DraftBatch) -> None:
         """Spread the generators of the seeded requests over their rows."""
+        if not by_request:  # of most batches
+            super().__init__()
+            return
         requests = batch.request_of_row.tolist()
         super().__init__(
             {
