@@ -175,6 +175,8 @@ def _without_paths(value: Any) -> Any:
     """Settings whose paths are mere names, all the way down."""
     if isinstance(value, Mapping):
         return {key: _without_paths(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_paths(part) for part in value]
     if isinstance(value, str) and (value.startswith(("/", ".", "~")) or Path(value).exists()):
         return Path(value).name
     return value

@@ -7,12 +7,14 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from vllm_spec_ext.errors import SpecExtError
+
+_ABANDONED_S = 3600.0  # since a file was written to
 
 
 class DiskFullError(SpecExtError):
@@ -39,6 +41,8 @@ def disk_full_named(path: Path) -> Iterator[None]:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A binary file that appears under ``path`` only when the block ends without an error.
 
+    What processes that were killed left of it more than an hour ago is removed.
+
     Raises:
         DiskFullError: No space (or quota) left; nothing has changed on disk.
     """
@@ -46,6 +50,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     with disk_full_named(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            remove_partials(path.parent, path.name, _ABANDONED_S)
             with open(partial, "wb") as file:
                 yield file
                 file.flush()
@@ -79,6 +84,24 @@ def _changed_at(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:  # another process has deleted it
         return math.inf
+
+
+def move_files(made: Path, folder: Path, last: str, former: Sequence[str] = ()) -> None:
+    """Move a folder's files to where others may be that stay.
+
+    Args:
+        made: On the same file system; emptied.
+        folder: May not be there.
+        last: The file without which the folder is taken for nothing: it goes first and comes last.
+        former: Others that are removed.
+    """
+    for name in (last, *former):
+        (folder / name).unlink(missing_ok=True)
+    files = [path for path in made.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == last):
+        place = folder / path.relative_to(made)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
 
 
 def replace_folder(new: Path, folder: Path) -> None:

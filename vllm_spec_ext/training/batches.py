@@ -67,7 +67,7 @@ def split_data(data: TokenData, max_length: int, num_held_out: int, seed: int) -
     All answers to a prompt are on the same side, or held-out text would be known by heart, and all
     copies of a text without one; it is the different ones that are counted. Which side that is
     follows from the prompt and the seed: with more texts, or fewer put aside, none that was learned
-    from before is held out.
+    from before is held out, if there were ten for each that was to be put aside.
 
     Raises:
         SpecExtError: Fewer than two different sequences have two tokens after their prompt.

@@ -158,6 +158,13 @@ def uses_recorded_states(config: Training, data: TokenData) -> bool:
             "computed instead. If the two are the same model, "
             f"give --target-name {recorded}"
         )
+    weights, found = data.manifest.get("weights"), weights_fingerprint(config.model)
+    if None not in (weights, found) and weights != found:
+        raise SpecExtError(
+            f"{data.folder} holds hidden states of other weights (fingerprint {weights}) than "
+            f"{config.model} has now ({found}); delete all {data.folder / 'states-*'} files, and "
+            "they are computed instead"
+        )
     return True
 
 

@@ -121,7 +121,8 @@ def run_loop(
                 save_state(task, folder, identity, step)
                 report(f"stopped; step {step} is saved; --resume auto, the default, goes on there")
             raise
-    boards.close()
+        finally:
+            boards.close()
 
 
 def _one_step(task: Task, settings: LoopSettings, step: int) -> dict[str, float]:

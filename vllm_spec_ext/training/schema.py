@@ -225,7 +225,9 @@ class Training(Options):
     @property
     def kept_folders(self) -> list[tuple[str, Path]]:
         """By option: what the result may not take the place of."""
-        return [("--run-dir", self.run_folder), ("--data", self.data_folder)]
+        kept = [("--run-dir", self.run_folder), ("--data", self.data_folder)]
+        model = Path(self.model).expanduser()
+        return [*kept, ("--model", model)] if model.is_dir() else kept
 
     @property
     def trains_target(self) -> bool:

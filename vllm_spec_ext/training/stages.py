@@ -108,7 +108,7 @@ def prepare(config: Training, make_task: MakeTask[TaskT], report: Report) -> Tas
         )
         states = cached_states(folder, target, data, config.max_length, layers)
     if config.stage == "eval":
-        warn_of_another_split(config, report)
+        warn_of_another_split(config, data, report)
     return make_task(target, data, states)
 
 
@@ -231,13 +231,23 @@ def check_data(data: TokenData, target: Target, max_length: int) -> None:
         )
 
 
-def warn_of_another_split(config: Training, report: Report) -> None:
+def warn_of_another_split(config: Training, data: TokenData, report: Report) -> None:
     """Say so if some of the texts to measure with were trained on, by the record of the run."""
     try:
-        trained = read_json(config.run_folder / RECORD_NAME)["settings"]
-        seed, held_out = trained["seed"], trained["eval_sequences"]
-    except (SpecExtError, FileNotFoundError, KeyError, TypeError):
+        record = read_json(config.run_folder / RECORD_NAME)
+        trained, num_prompts = record["settings"], record["data"].get("num_prompts")
+        seed, held_out, length = (
+            trained[name] for name in ("seed", "eval_sequences", "max_length")
+        )
+    except (SpecExtError, FileNotFoundError, KeyError, TypeError, AttributeError):
         return  # trained elsewhere, or its record is gone
+    other_texts = data.manifest.get("num_prompts") != num_prompts or config.max_length != length
+    if num_prompts is not None and num_prompts < 10 * held_out and other_texts:
+        report(
+            f"there were {num_prompts} texts when this was trained (--max-length {length}), less "
+            f"than ten for each of --eval-sequences {held_out}: then which are held out changes "
+            "with their number, some of these were trained on, and these figures may be too good"
+        )
     if config.seed != seed or config.eval_sequences > held_out:
         report(
             f"--seed {config.seed} and --eval-sequences {config.eval_sequences} hold out texts "

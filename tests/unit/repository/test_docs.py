@@ -4,6 +4,7 @@
 import ast
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,11 @@ def test_tables_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_measured_tables_come_from_a_run_without_its_texts(tmp_path: Path) -> None:
     result = _result()
+    models = ["/secret/one", {"model": "/secret/other"}]
+    result.methods = [
+        replace(method, config={**method.config, "models": models}) if method.config else method
+        for method in result.methods
+    ]
     saved = SavedBench("run", result, provenance.collect(["vllm-spec", "bench", "/secret/path"]))
     run_file, summary = tmp_path / "run.json", tmp_path / "measured" / "here.json"
     run_file.write_text(json.dumps(to_json(result, saved.provenance)))

@@ -21,10 +21,10 @@ from vllm_spec_ext.cli.train import train_app
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
 from vllm_spec_ext.proposers.blockwise.heads import load_heads
-from vllm_spec_ext.training import distill
+from vllm_spec_ext.training import distill, loop
 from vllm_spec_ext.training.atomic import DiskFullError
 from vllm_spec_ext.training.batches import split_data
-from vllm_spec_ext.training.blockwise import trainer
+from vllm_spec_ext.training.blockwise import checkpoint, trainer
 from vllm_spec_ext.training.blockwise.heads_task import HeadsTask, heads_config
 from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
 from vllm_spec_ext.training.blockwise.tokens_seen import tokens_seen
@@ -511,6 +511,11 @@ def test_recorded_states_of_another_model_are_refused(
         train_blockwise(config, quiet)
     named = config.model_copy(update={"target_name": "them/other"})
     assert train_blockwise(named, quiet) is not None
+    told = {**manifest, "weights": "of_another_day"}
+    (copy / "manifest.json").write_text(json.dumps(told))
+    with pytest.raises(SpecExtError, match=r"other weights \(fingerprint of_another_day\) than"):
+        train_blockwise(named.model_copy(update={"target_name": None}), quiet)
+    (copy / "manifest.json").write_text(json.dumps({**manifest, "model": "them/other"}))
     write_states(states_path(copy, 0), [np.zeros((21, 16), np.float32)] * 60)
     with pytest.raises(SpecExtError, match=r"shape \(1260, 16\), expected \(1260, 32\)"):
         train_blockwise(named.model_copy(update={"out": tmp_path / "h2"}), quiet)
@@ -579,6 +584,59 @@ def test_a_full_disk_drops_tensorboard_only(
     config = settings(target, data, tmp_path / "h", max_steps=6, log_every=2)
     assert train_blockwise(config, lines.append) is not None
     assert sum(line.startswith("tensorboard: no more figures") for line in lines) == 1
+
+
+def test_a_full_disk_leaves_the_former_heads(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of one training under the settings of another would be served as they are."""
+    config = settings(target, data, tmp_path / "h", max_steps=2)
+    assert train_blockwise(config, quiet) is not None
+    before = {path.name: path.read_bytes() for path in config.out.iterdir()}
+
+    def full(path: Path, value: Any) -> None:
+        raise DiskFullError("disk full")
+
+    monkeypatch.setattr(checkpoint, "write_json", full)
+    with pytest.raises(DiskFullError):
+        train_blockwise(config.model_copy(update={"run_dir": tmp_path / "r", "seed": 9}), quiet)
+    assert {path.name: path.read_bytes() for path in config.out.iterdir()} == before
+
+
+def test_tensorboard_has_what_a_stopped_training_logged(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None: ...
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            told.append(name)
+
+        def close(self) -> None:
+            told.append("closed")
+
+    def stopped(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(loop, "save_state", stopped)
+    config = settings(target, data, tmp_path / "h", max_steps=6, log_every=1, save_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        train_blockwise(config, quiet)
+    assert told[-1] == "closed"
+    assert len(told) > 1
+
+
+def test_heads_that_are_not_there_are_missed_before_the_target_loads(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "prepare", pytest.fail)
+    with pytest.raises(SpecExtError, match=r"--stage eval measures finished heads, and .*/h holds"):
+        train_blockwise(settings(target, data, tmp_path / "h", stage="eval"), quiet)
 
 
 def test_a_full_disk_leaves_no_half_target(

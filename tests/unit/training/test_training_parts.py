@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from vllm_spec_ext.training.draft.checkpoint import check_replaceable
 from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.loop import STATE_NAME, restore
+from vllm_spec_ext.training.nar.schema import NarTraining
 from vllm_spec_ext.training.prompts import read_prompts
 from vllm_spec_ext.training.provenance import record_command
 from vllm_spec_ext.training.record_states import RecordOptions, RecordStates, collect
@@ -38,7 +40,7 @@ from vllm_spec_ext.training.shards import (
     shard_path,
     write_shard,
 )
-from vllm_spec_ext.training.stages import cut_off, warn_of_another_split
+from vllm_spec_ext.training.stages import check_apart, cut_off, warn_of_another_split
 from vllm_spec_ext.training.target import Target
 from vllm_spec_ext.training.text_copies import TextCopies
 
@@ -122,6 +124,29 @@ def test_shards_round_trip_and_refusals(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(SpecExtError, match="is damaged"):
         read_data(tmp_path)
+
+
+def test_what_a_killed_process_left_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    names = [".state.1.partial", ".state.2.partial", ".other.1.partial"]
+    for name in names:
+        (tmp_path / name).touch()
+    hours_ago = time.time() - 2 * 3600
+    for name in (names[0], names[2]):
+        os.utime(tmp_path / name, (hours_ago, hours_ago))
+    write_bytes(tmp_path / "state", b"")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [names[2], names[1], "state"]
+
+
+@pytest.mark.parametrize("option", ["--model", "--heads", "--start-from"])
+def test_what_a_training_reads_is_not_its_result(tmp_path: Path, option: str) -> None:
+    given = {"model": "org/name", "prompts": [tmp_path / "p"], "out": tmp_path / "a"}
+    name = option.strip("-").replace("-", "_")
+    (tmp_path / "a").mkdir()
+    config = NarTraining(**{**given, name: str(tmp_path / "a")})
+    with pytest.raises(SpecExtError, match=rf"{option}: .*/a lies in --out .*/a"):
+        check_apart(config.out, config.kept_folders)
+    config = NarTraining(**{**given, name: str(tmp_path / "b")})
+    check_apart(config.out, config.kept_folders)
 
 
 def test_a_full_disk_leaves_the_former_file(
@@ -274,14 +299,40 @@ def test_what_was_trained_on_is_never_held_out_later() -> None:
 def test_measuring_with_texts_that_were_trained_on_is_said(
     tmp_path: Path, asked: tuple[int, int], is_said: bool
 ) -> None:
-    settings = {"seed": 4, "eval_sequences": 200}
-    record_command(tmp_path, torch.device("cpu"), settings, {})
+    settings = {"seed": 4, "eval_sequences": 200, "max_length": 64}
+    record_command(tmp_path, torch.device("cpu"), settings, {"num_prompts": 2000})
     said: list[str] = []
-    config: Any = SimpleNamespace(run_folder=tmp_path, seed=asked[0], eval_sequences=asked[1])
-    warn_of_another_split(config, said.append)
+    config: Any = SimpleNamespace(
+        run_folder=tmp_path, seed=asked[0], eval_sequences=asked[1], max_length=64
+    )
+    data: Any = SimpleNamespace(manifest={"num_prompts": 2000})
+    warn_of_another_split(config, data, said.append)
     assert any("trained on with --seed 4" in line for line in said) == is_said
     config.run_folder = tmp_path / "none"
-    warn_of_another_split(config, pytest.fail)
+    warn_of_another_split(config, data, pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("trained", "now", "max_length", "is_said"),
+    [
+        (1000, 1000, 64, False),
+        (1000, 2000, 64, True),
+        (1000, 1000, 32, True),
+        (2000, 3000, 64, False),
+    ],
+)
+def test_measuring_with_other_texts_than_few_is_said(
+    tmp_path: Path, trained: int, now: int, max_length: int, is_said: bool
+) -> None:
+    """A tenth of them is held out then, and that changes with their number."""
+    settings = {"seed": 4, "eval_sequences": 200, "max_length": 64}
+    record_command(tmp_path, torch.device("cpu"), settings, {"num_prompts": trained})
+    said: list[str] = []
+    config: Any = SimpleNamespace(**settings, run_folder=tmp_path)
+    config.max_length = max_length
+    data: Any = SimpleNamespace(manifest={"num_prompts": now})
+    warn_of_another_split(config, data, said.append)
+    assert any(f"there were {trained} texts" in line for line in said) == is_said
 
 
 def test_answers_to_one_prompt_are_on_one_side() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing a finished heads folder: weights, config, and a README with what was measured."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from vllm_spec_ext.proposers.blockwise.heads import (
     BlockwiseHeads,
     HeadsConfig,
 )
-from vllm_spec_ext.training.atomic import write_bytes, write_json
+from vllm_spec_ext.training.atomic import disk_full_named, move_files, write_bytes, write_json
 from vllm_spec_ext.training.blockwise.evaluate import TOP, HeadFigures
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,7 +41,7 @@ def save_heads(
     ``config.json`` comes last: a folder without it is not taken for heads.
 
     Args:
-        folder: Made if missing; files of a former run are replaced one by one.
+        folder: Made if missing; other files in it stay.
         config: Shape and target; its ``training`` is stored as it is.
         heads: The trained module.
         dtype: ``bf16``, ``fp16`` or ``fp32``.
@@ -51,7 +52,7 @@ def save_heads(
 
     Raises:
         SpecExtError: A weight is not finite in that format; nothing is written.
-        DiskFullError: Files before the one that failed are written, the rest are as before.
+        DiskFullError: All is as before.
     """
     from safetensors.torch import save
 
@@ -71,9 +72,16 @@ def save_heads(
     config = config.model_copy(update={"training": {**config.training, **figures.as_dict()}})
     data = save(weights, metadata={"format": "pt"})
     readme = model_card(config, figures).encode()
-    write_bytes(folder / WEIGHTS_NAME, data)
-    write_bytes(folder / "README.md", readme)
-    write_json(folder / CONFIG_NAME, config.model_dump())
+    partial = folder / ".partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with disk_full_named(folder):
+            write_bytes(partial / WEIGHTS_NAME, data)
+            write_bytes(partial / "README.md", readme)
+            write_json(partial / CONFIG_NAME, config.model_dump())
+            move_files(partial, folder, CONFIG_NAME)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return len(data) + len(readme) + (folder / CONFIG_NAME).stat().st_size
 
 

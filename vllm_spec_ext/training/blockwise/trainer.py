@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.blockwise.heads import load_heads
+from vllm_spec_ext.proposers.blockwise.heads import CONFIG_NAME, load_heads
 from vllm_spec_ext.training.atomic import disk_full_named, replace_folder, write_json
 from vllm_spec_ext.training.blockwise.checkpoint import save_heads
 from vllm_spec_ext.training.blockwise.evaluate import HeadFigures
@@ -34,6 +34,11 @@ def train_blockwise(config: BlockwiseTraining, report: Report = print) -> HeadFi
         SpecExtError: Anything wrong with settings, files or the target.
         KeyboardInterrupt: Stopped; the state is saved.
     """
+    if config.stage == "eval" and not (config.out / CONFIG_NAME).is_file():
+        raise SpecExtError(
+            f"--stage eval measures finished heads, and {config.out} holds no {CONFIG_NAME}; "
+            "train them first, or give their folder to --out"
+        )
     task = prepare(
         config, lambda target, data, states: HeadsTask(config, target, data, states), report
     )

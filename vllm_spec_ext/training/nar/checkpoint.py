@@ -2,7 +2,6 @@
 """Writing a finished drafter's folder: weights, config, and a README with what was measured."""
 
 import copy
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, EXTRAS_NAME, MASK_NAME
-from vllm_spec_ext.training.atomic import disk_full_named, write_bytes
+from vllm_spec_ext.training.atomic import disk_full_named, move_files, write_bytes
 from vllm_spec_ext.training.nar.evaluate import TOP, NarFigures
 from vllm_spec_ext.training.nar.model import NarDrafter
 from vllm_spec_ext.training.nar.start import fold_scales
@@ -67,20 +66,11 @@ def save_drafter(
         with disk_full_named(folder):
             write_bytes(partial / "README.md", model_card(saved, figures).encode())
             saved.save(partial, _DTYPES[dtype])
-            _move_files(partial, folder)
+            # A former drafter may have had more.
+            move_files(partial, folder, CONFIG_NAME, (EXTRAS_NAME, MASK_NAME))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _move_files(made: Path, folder: Path) -> None:
-    for name in (CONFIG_NAME, EXTRAS_NAME, MASK_NAME):  # a former drafter may have had more
-        (folder / name).unlink(missing_ok=True)
-    files = [path for path in made.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: path.name == CONFIG_NAME):
-        place = folder / path.relative_to(made)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, place)
 
 
 def model_card(drafter: NarDrafter, figures: NarFigures) -> str:

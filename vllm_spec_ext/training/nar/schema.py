@@ -113,8 +113,9 @@ class NarTraining(Training):
 
     @property
     def kept_folders(self) -> list[tuple[str, Path]]:
-        """The drafter that is trained further, too: a run that is resumed begins with it."""
-        start = [] if self.start_from is None else [("--start-from", self.start_from)]
+        """What training starts from, too: a run that is resumed begins with it."""
+        given = [("--start-from", self.start_from), ("--heads", self.heads)]
+        start = [(option, folder) for option, folder in given if folder is not None]
         return [*super().kept_folders, *start]
 
     @model_validator(mode="after")

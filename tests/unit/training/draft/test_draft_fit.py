@@ -103,3 +103,29 @@ def test_other_layouts_are_left_alone() -> None:
     draft = Target(cut_model(model, Cut((0, 2))), "cut")
     batch = texts(draft, whole, 0)
     assert fit_last_layer(draft, [batch], batch) is None
+
+
+def test_layers_that_norm_what_they_add_are_not_made_worse() -> None:
+    """What is solved for is not what such a layer does, so the solution may be a bad one."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "num_attention_heads": 4}
+    config = Gemma3TextConfig(
+        vocab_size=320, num_hidden_layers=4, num_key_value_heads=2, pad_token_id=0, **sizes
+    )
+    whole = Target(Gemma3ForCausalLM(config).eval(), "gemma")
+    draft = Target(cut_model(whole.model, Cut((0, 3))), "cut")
+    apart = texts(draft, whole, 99)
+
+    def error() -> float:
+        with torch.no_grad():
+            found = draft.hidden(apart.token_ids, apart.mask)[apart.rows, apart.columns]
+        return float((found - apart.wanted).square().sum() / apart.wanted.square().sum())
+
+    before = error()
+    told = fit_last_layer(draft, [texts(draft, whole, seed) for seed in range(6)], apart)
+    assert told is not None
+    assert error() <= before * (1 + 1e-5)
+    assert abs(told[0] - before) < 1e-4 * before
+    assert abs(told[1] - error()) < 1e-4 * before
