@@ -17,16 +17,22 @@ from vllm_spec_ext.training.shards import TokenData
 from vllm_spec_ext.training.target import Target, load_target
 
 
+def check_earlier(folders: Sequence[Path]) -> None:
+    """Raise SpecExtError for a folder that is not there."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise SpecExtError(f"--boost-on {folder}: no such folder; expected a trained draft")
+
+
 def load_earlier(folders: Sequence[Path], target: Target) -> list[Target]:
     """Earlier drafts on the target's device, frozen.
 
     Raises:
         SpecExtError: One cannot be loaded, or has ids that the target lacks.
     """
+    check_earlier(folders)
     loaded = []
     for folder in folders:
-        if not folder.is_dir():
-            raise SpecExtError(f"--boost-on {folder}: no such folder; expected a trained draft")
         dtype = next(target.model.parameters()).dtype
         draft = load_target(str(folder), target.device, dtype)
         if draft.vocab_size > target.vocab_size:

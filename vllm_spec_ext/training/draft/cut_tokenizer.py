@@ -8,6 +8,7 @@ runs it (``use_heterogeneous_vocab``, as ``vocab_size`` differs).
 """
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,17 @@ def cut_tokenizer(folder: Path, size: int) -> None:
             config[name] = [token for token in value if _content(token) not in lost]
     write_json(folder / CONFIG, config)
     _check(folder, size)
+
+
+def check_can_be_cut(tokenizer: Any, size: int) -> None:
+    """Cut a copy of a tokenizer: what is wrong with it shows before hours of training.
+
+    Raises:
+        SpecExtError: As of :func:`cut_tokenizer`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        cut_tokenizer(Path(folder), size)
 
 
 def _cut_model(model: dict[str, Any], size: int) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.training.atomic import write_json
 from vllm_spec_ext.training.command_line import run_trainer
+from vllm_spec_ext.training.draft.boosting import check_earlier
 from vllm_spec_ext.training.draft.checkpoint import FACTS_NAME, check_replaceable, save_draft
+from vllm_spec_ext.training.draft.cut_tokenizer import check_can_be_cut
 from vllm_spec_ext.training.draft.draft_task import DraftModelTask
 from vllm_spec_ext.training.draft.evaluate import DraftFigures
 from vllm_spec_ext.training.draft.schema import FREE_TO_CHANGE, DraftTraining
@@ -38,6 +40,9 @@ def train_draft(config: DraftTraining, report: Report = print) -> DraftFigures |
             f"--stage eval measures a finished draft, and {config.out} holds no {FACTS_NAME}; "
             "train it first, or give its folder to --out"
         )
+    check_earlier(config.boost_on)
+    if config.vocab is not None and config.stage in ("all", "train"):
+        check_can_be_cut(load_tokenizer(config.model), config.vocab)
     task = prepare(
         config, lambda target, data, states: DraftModelTask(config, target, data, states), report
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.proposers.blockwise.heads import check_heads
 from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME
 from vllm_spec_ext.training.atomic import write_json
 from vllm_spec_ext.training.command_line import run_trainer
@@ -41,6 +42,8 @@ def train_nar(config: NarTraining, report: Report = print) -> NarFigures | None:
             f"--stage eval measures a finished drafter, and {config.out} holds no {CONFIG_NAME}; "
             "train it first, or give its folder to --out"
         )
+    if config.heads is not None:
+        check_heads(config.heads)  # now, and not when the data is made
     trained = None
     if config.start_from is not None:
         trained = read_drafter(config.start_from)

@@ -288,13 +288,28 @@ def test_bad_settings_are_refused(settings: Settings, changes: dict[str, Any], r
         train_draft(settings(**changes), quiet)
 
 
-def test_contradictions_and_foreign_folders(settings: Settings, target: Path) -> None:
+def test_what_would_fail_after_the_training_fails_before(
+    settings: Settings, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "prepare", pytest.fail)
+    with pytest.raises(SpecExtError, match="no such folder"):
+        train_draft(settings(boost_on=["nowhere"]), quiet)
+    whole = load_tokenizer(str(target))
+    monkeypatch.setattr(whole, "save_pretrained", lambda folder: None)  # as of one without the file
+    monkeypatch.setattr(trainer, "load_tokenizer", lambda name: whole)
+    with pytest.raises(SpecExtError, match=r"has no tokenizer\.json, so --vocab cannot cut it"):
+        train_draft(settings(vocab=300), quiet)
+
+
+def test_contradictions_and_foreign_folders(
+    settings: Settings, target: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="both choose layers"):
         settings(keep_layers=[0])
     with pytest.raises(ValueError, match="does not use"):
         settings(loss="answers", top=5)
     with pytest.raises(SpecExtError, match=r"--boost-on: .* lies in --out"):
-        train_draft(settings(out=target.with_name("d"), boost_on=[target.with_name("d")]), quiet)
+        train_draft(settings(out=tmp_path, boost_on=[tmp_path]), quiet)
     with pytest.raises(SpecExtError, match="no draft of an earlier run"):
         train_draft(settings(out=target), quiet)
     assert (target / "model.safetensors").exists()

@@ -237,6 +237,14 @@ def test_heads_that_do_not_fit_are_refused(settings: Settings, tmp_path: Path) -
             task_of(settings(**{"heads": heads, **changes}))
 
 
+def test_heads_that_are_not_there_are_missed_before_the_data_is_made(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "prepare", pytest.fail)
+    with pytest.raises(SpecExtError, match=r"no such folder"):
+        train_nar(settings(heads=tmp_path / "none"), quiet)
+
+
 def test_a_warm_start_knows_the_targets_layers(settings: Settings) -> None:
     task = task_of(settings(warm_start=True, layers=2))
     theirs = task.target.layer_list()[-2:]
