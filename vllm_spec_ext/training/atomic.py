@@ -86,22 +86,32 @@ def _changed_at(path: Path) -> float:
         return math.inf
 
 
-def move_files(made: Path, folder: Path, last: str, former: Sequence[str] = ()) -> None:
-    """Move a folder's files to where others may be that stay.
+@contextmanager
+def new_files(folder: Path, last: str, former: Sequence[str] = ()) -> Iterator[Path]:
+    """A folder whose files take their places in another one when the block ends without an error.
 
     Args:
-        made: On the same file system; emptied.
-        folder: May not be there.
+        folder: May not be there; other files in it stay.
         last: The file without which the folder is taken for nothing: it goes first and comes last.
         former: Others that are removed.
+
+    Raises:
+        DiskFullError: All is as before.
     """
-    for name in (last, *former):
-        (folder / name).unlink(missing_ok=True)
-    files = [path for path in made.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: path.name == last):
-        place = folder / path.relative_to(made)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, place)
+    made = folder / ".partial"
+    shutil.rmtree(made, ignore_errors=True)
+    try:
+        with disk_full_named(folder):
+            yield made
+            for name in (last, *former):
+                (folder / name).unlink(missing_ok=True)
+            files = [path for path in made.rglob("*") if path.is_file()]
+            for path in sorted(files, key=lambda path: path.name == last):
+                place = folder / path.relative_to(made)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, place)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def replace_folder(new: Path, folder: Path) -> None:

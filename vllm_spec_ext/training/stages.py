@@ -191,6 +191,21 @@ def check_apart(out: Path, others: Sequence[tuple[str, Path]]) -> None:
             )
 
 
+def check_finished(config: Training, file: str, what: str) -> None:
+    """Raise SpecExtError where the eval stage has nothing to measure; before a target loads.
+
+    Args:
+        config: Settings.
+        file: Without which the folder holds no result.
+        what: That is measured.
+    """
+    if config.stage == "eval" and not (config.out / file).is_file():
+        raise SpecExtError(
+            f"--stage eval measures {what}, and {config.out} holds no {file}; train first, or give "
+            "the folder of what was trained to --out"
+        )
+
+
 def check_sources(config: Training) -> None:
     """Raise SpecExtError where there is nothing to learn from; before a target loads."""
     has_data = (config.data_folder / MANIFEST_NAME).is_file()

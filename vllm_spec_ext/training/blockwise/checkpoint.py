@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing a finished heads folder: weights, config, and a README with what was measured."""
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from vllm_spec_ext.proposers.blockwise.heads import (
     BlockwiseHeads,
     HeadsConfig,
 )
-from vllm_spec_ext.training.atomic import disk_full_named, move_files, write_bytes, write_json
+from vllm_spec_ext.training.atomic import new_files, write_bytes, write_json
 from vllm_spec_ext.training.blockwise.evaluate import TOP, HeadFigures
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,16 +71,10 @@ def save_heads(
     config = config.model_copy(update={"training": {**config.training, **figures.as_dict()}})
     data = save(weights, metadata={"format": "pt"})
     readme = model_card(config, figures).encode()
-    partial = folder / ".partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        with disk_full_named(folder):
-            write_bytes(partial / WEIGHTS_NAME, data)
-            write_bytes(partial / "README.md", readme)
-            write_json(partial / CONFIG_NAME, config.model_dump())
-            move_files(partial, folder, CONFIG_NAME)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_files(folder, CONFIG_NAME) as made:
+        write_bytes(made / WEIGHTS_NAME, data)
+        write_bytes(made / "README.md", readme)
+        write_json(made / CONFIG_NAME, config.model_dump())
     return len(data) + len(readme) + (folder / CONFIG_NAME).stat().st_size
 
 

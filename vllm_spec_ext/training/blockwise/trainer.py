@@ -14,7 +14,7 @@ from vllm_spec_ext.training.blockwise.heads_task import HeadsTask
 from vllm_spec_ext.training.blockwise.schema import FREE_TO_CHANGE, BlockwiseTraining
 from vllm_spec_ext.training.command_line import run_trainer
 from vllm_spec_ext.training.hub import push_to_hub
-from vllm_spec_ext.training.stages import prepare, train
+from vllm_spec_ext.training.stages import check_finished, prepare, train
 from vllm_spec_ext.training.target import load_tokenizer
 
 Report = Callable[[str], None]
@@ -34,11 +34,7 @@ def train_blockwise(config: BlockwiseTraining, report: Report = print) -> HeadFi
         SpecExtError: Anything wrong with settings, files or the target.
         KeyboardInterrupt: Stopped; the state is saved.
     """
-    if config.stage == "eval" and not (config.out / CONFIG_NAME).is_file():
-        raise SpecExtError(
-            f"--stage eval measures finished heads, and {config.out} holds no {CONFIG_NAME}; "
-            "train them first, or give their folder to --out"
-        )
+    check_finished(config, CONFIG_NAME, "finished heads")
     task = prepare(
         config, lambda target, data, states: HeadsTask(config, target, data, states), report
     )

@@ -13,7 +13,7 @@ from vllm_spec_ext.training.draft.draft_task import DraftModelTask
 from vllm_spec_ext.training.draft.evaluate import DraftFigures
 from vllm_spec_ext.training.draft.schema import FREE_TO_CHANGE, DraftTraining
 from vllm_spec_ext.training.hub import push_to_hub
-from vllm_spec_ext.training.stages import prepare, train
+from vllm_spec_ext.training.stages import check_finished, prepare, train
 from vllm_spec_ext.training.target import load_target, load_tokenizer
 
 Report = Callable[[str], None]
@@ -35,11 +35,7 @@ def train_draft(config: DraftTraining, report: Report = print) -> DraftFigures |
     """
     if config.stage in ("all", "train") and not config.dry_run:
         check_replaceable(config.out)  # now, and not after hours of training
-    if config.stage == "eval" and not (config.out / FACTS_NAME).is_file():
-        raise SpecExtError(
-            f"--stage eval measures a finished draft, and {config.out} holds no {FACTS_NAME}; "
-            "train it first, or give its folder to --out"
-        )
+    check_finished(config, FACTS_NAME, "a finished draft")
     check_earlier(config.boost_on)
     if config.vocab is not None and config.stage in ("all", "train"):
         check_can_be_cut(load_tokenizer(config.model), config.vocab)

@@ -2,7 +2,6 @@
 """Writing a finished drafter's folder: weights, config, and a README with what was measured."""
 
 import copy
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, EXTRAS_NAME, MASK_NAME
-from vllm_spec_ext.training.atomic import disk_full_named, move_files, write_bytes
+from vllm_spec_ext.training.atomic import new_files, write_bytes
 from vllm_spec_ext.training.nar.evaluate import TOP, NarFigures
 from vllm_spec_ext.training.nar.model import NarDrafter
 from vllm_spec_ext.training.nar.start import fold_scales
@@ -60,16 +59,10 @@ def save_drafter(
     told = nar.model_copy(update={"training": {**nar.training, **figures.as_dict(), **facts}})
     saved = copy.copy(drafter)
     saved.config = replace(drafter.config, nar=told)
-    partial = folder / ".partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        with disk_full_named(folder):
-            write_bytes(partial / "README.md", model_card(saved, figures).encode())
-            saved.save(partial, _DTYPES[dtype])
-            # A former drafter may have had more.
-            move_files(partial, folder, CONFIG_NAME, (EXTRAS_NAME, MASK_NAME))
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    # A former drafter may have had more files.
+    with new_files(folder, CONFIG_NAME, (EXTRAS_NAME, MASK_NAME)) as made:
+        write_bytes(made / "README.md", model_card(saved, figures).encode())
+        saved.save(made, _DTYPES[dtype])
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -18,7 +18,7 @@ from vllm_spec_ext.training.nar.evaluate import NarFigures
 from vllm_spec_ext.training.nar.further import read_drafter, with_shape_of
 from vllm_spec_ext.training.nar.nar_task import NarTask, StateScales
 from vllm_spec_ext.training.nar.schema import FREE_TO_CHANGE, NarTraining
-from vllm_spec_ext.training.stages import prepare, train
+from vllm_spec_ext.training.stages import check_finished, prepare, train
 
 Report = Callable[[str], None]
 
@@ -37,11 +37,7 @@ def train_nar(config: NarTraining, report: Report = print) -> NarFigures | None:
         SpecExtError: Anything wrong with settings, files or the target.
         KeyboardInterrupt: Stopped; the state is saved.
     """
-    if config.stage == "eval" and not (config.out / CONFIG_NAME).is_file():
-        raise SpecExtError(
-            f"--stage eval measures a finished drafter, and {config.out} holds no {CONFIG_NAME}; "
-            "train it first, or give its folder to --out"
-        )
+    check_finished(config, CONFIG_NAME, "a finished drafter")
     if config.heads is not None:
         check_heads(config.heads)  # now, and not when the data is made
     trained = None
