@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.blockwise.heads import check_heads
+from vllm_spec_ext.proposers.nar.guesses import check_heads
 from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME
 from vllm_spec_ext.training.atomic import write_json
 from vllm_spec_ext.training.command_line import run_trainer
