@@ -61,6 +61,7 @@ class LateCopies:
             request.token_ids[request.num_prompt_tokens : end].tolist(),
             copy.source.tolist(),
             [] if memory is None else memory.tokens.tolist(),
+            copy.heading.tolist(),
         )
         folded = self._proposer._folded.tolist()
         options = self._proposer.options

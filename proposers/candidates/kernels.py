@@ -118,7 +118,7 @@ def _add(candidates, classes, count, token, source, evidence):  # type: ignore[n
 
 @kernel
 def _find_places(  # type: ignore[no-untyped-def]
-    text, end, index, which, token, depth, max_ngram, above, here
+    text, begin, end, index, which, token, depth, max_ngram, above, here
 ):
     """Where the text that ends with a node stood before: what followed the parent's places, first.
 
@@ -126,7 +126,7 @@ def _find_places(  # type: ignore[no-untyped-def]
     looked up anew only if it stands in none of them.
 
     Args:
-        text: Of which the first `end` tokens end with the node.
+        text: Of which the tokens from `begin` to `end` end with the node.
         index: As of :func:`.latest_places`.
         which: OWN or ANSWERS.
         token: The node's; -1 = it is the root.
@@ -144,7 +144,7 @@ def _find_places(  # type: ignore[no-untyped-def]
                 num_places[which] += 1
         agreeing[which] = above[2][which] + 1
     if num_places[which] == 0:
-        start = max(0, end - max_ngram)
+        start = max(begin, end - max_ngram)
         is_end = which == OWN and token < 0
         num_places[which], agreeing[which] = latest_places(
             text[start:end], end - start, index, is_end, places[which]
@@ -214,11 +214,13 @@ def _with_classes(given):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _name_recycled(text, end, table, group, candidates, classes, count):  # type: ignore[no-untyped-def]
+def _name_recycled(  # type: ignore[no-untyped-def]
+    text, begin, end, table, group, candidates, classes, count
+):
     """Name what the target foresaw behind these tokens; returns the number of candidates."""
     keys, kept_tokens, kept_probs = table
     slot, order = -1, 0
-    if end >= 2:
+    if end - begin >= 2:
         slot = find_context(keys, context_key(group, text[end - 2], text[end - 1]))
     if slot < 0:
         slot = find_context(keys, context_key(group, NO_CONTEXT, text[end - 1]))
@@ -254,28 +256,33 @@ def _find_given(given, which, pointer, token):  # type: ignore[no-untyped-def]
 
 @kernel
 def _name_candidates(  # type: ignore[no-untyped-def]
-    text, size, depth, token, own, answers, above, here, vocab_size, max_ngram, table, group,
+    texts, begins, depth, token, own, answers, above, here, vocab_size, max_ngram, table, group,
     drafts, pointers, candidates, classes,
 ):  # fmt: skip
     """Name what sources have behind a node; returns the number of candidates.
 
     Args:
-        text: Ends with the node, `depth` tokens behind the first `size`.
+        texts: [2] as each of the two indices knows it; each ends with the node, `depth` tokens
+            behind the first `max_ngram`.
+        begins: [2] where they begin.
         token: The node's; -1 = it is the root.
         above, here: As of :func:`_find_places`.
         pointers: [2] the node's place in each of `drafts`.
         candidates, classes: Written. The others are those of :func:`grow`.
     """
-    end, count = size + depth, 0
+    end, count = max_ngram + depth, 0
     for which in range(2):
+        text, begin = texts[which], begins[which]
         index = own if which == OWN else answers
         if index[1] > 0:
-            _find_places(text, end, index, which, token, depth, max_ngram, above, here)
+            _find_places(text, begin, end, index, which, token, depth, max_ngram, above, here)
             count = _name_matched(
-                text, size, index, which, depth, vocab_size, here, candidates, classes, count
+                text, max_ngram, index, which, depth, vocab_size, here, candidates, classes, count
             )
     if group >= 0:
-        count = _name_recycled(text, end, table, group, candidates, classes, count)
+        count = _name_recycled(
+            texts[OWN], begins[OWN], end, table, group, candidates, classes, count
+        )
     for which in range(2):
         count = _name_given(drafts, which, pointers[which], candidates, classes, count)
     return count
@@ -308,24 +315,34 @@ def _probabilities(classes, count, weights, odds):  # type: ignore[no-untyped-de
 
 
 @kernel
-def _write_path(text, end, tokens, parents, node):  # type: ignore[no-untyped-def]
-    """Write the path to a node behind the text, so that it ends at `end`."""
+def _begin_texts(end, said, max_ngram, room):  # type: ignore[no-untyped-def]
+    """The text as each index knows it, and where it begins; `room` tokens may follow."""
+    texts = np.empty((2, max_ngram + room), np.int32)
+    begins = np.empty(2, np.int64)
+    begins[OWN], begins[ANSWERS] = max_ngram - len(end), max_ngram - len(said)
+    texts[OWN, begins[OWN] : max_ngram] = end
+    texts[ANSWERS, begins[ANSWERS] : max_ngram] = said
+    return texts, begins
+
+
+@kernel
+def _write_path(texts, end, tokens, parents, node):  # type: ignore[no-untyped-def]
+    """Write the path to a node behind the texts, so that they end at `end`."""
     while node >= 0:
         end -= 1
-        text[end] = tokens[node]
+        texts[:, end] = tokens[node]
         node = parents[node]
 
 
 @kernel
 def grow(  # type: ignore[no-untyped-def]
-    text, size, own, answers, table, group, given, weights, vocab_size, max_ngram, room, ends, least
+    end, said, own, answers, table, group, given, weights, vocab_size, max_ngram, room, ends, least
 ):
     """The nodes with the largest path probabilities, best first; they are a tree.
 
     Args:
-        text: [size + room] int32, of which the first `size` are the end of the text; the rest is
-            written.
-        size: Above 0.
+        end: [1 to max_ngram] int32, the end of the text.
+        said: [1 to max_ngram] int32, the end of the request's answer behind its heading.
         own: Index of the request's tokens, as of :func:`.latest_places`; empty = it is not asked.
         answers: Index of earlier answers; the same.
         table: Keys, tokens and probabilities of recycled rows.
@@ -342,6 +359,7 @@ def grow(  # type: ignore[no-untyped-def]
     Returns:
         Parents, tokens, path probabilities, and [n, columns] classes.
     """
+    texts, begins = _begin_texts(end, said, max_ngram, room)
     drafts = _with_classes(given)
     parents, tokens = np.empty(room, np.int32), np.empty(room, np.int32)
     paths, depths = np.empty(room, np.float32), np.empty(room, np.int32)
@@ -368,10 +386,10 @@ def grow(  # type: ignore[no-untyped-def]
         here = places[state], num_places[state], agreeing[state]
         count = 0
         if token < 0 or not np.any(ends == token):
-            _write_path(text, size + depth, tokens, parents, node)
+            _write_path(texts, max_ngram + depth, tokens, parents, node)
             count = _name_candidates(
-                text, size, depth, token, own, answers, above, here, vocab_size, max_ngram, table,
-                group, drafts, pointers[state], candidates, classes,
+                texts, begins, depth, token, own, answers, above, here, vocab_size, max_ngram,
+                table, group, drafts, pointers[state], candidates, classes,
             )  # fmt: skip
         _probabilities(classes, count, weights, odds)
         odds[:count] *= paths[node] if node >= 0 else 1.0

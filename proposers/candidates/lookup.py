@@ -14,7 +14,7 @@ from vllm_spec_ext.proposers.candidates.evidence import NUM_CLASSES, NUM_COLUMNS
 from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
 from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT, RecycledRows
 from vllm_spec_ext.proposers.candidates.share_numbers import ShareNumbers
-from vllm_spec_ext.proposers.text_index.answer_memory import AnswerMemories
+from vllm_spec_ext.proposers.text_index.answer_memory import AnswerMemories, opened
 from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex, warm_up
 from vllm_spec_ext.proposers.text_index.request_texts import RequestTexts
 
@@ -43,6 +43,7 @@ class _Known:
     group: str | None  # that its text serves
     num_prompt_tokens: int
     num_remembered: int  # tokens of its answer, from before it was preempted
+    heading: IntArray  # of its answer, as earlier ones have theirs
 
 
 class Lookup:
@@ -96,8 +97,8 @@ class Lookup:
         no_drafts = (given.tokens, given.parents, given.paths, given.second)
         weights = np.zeros((NUM_COLUMNS, NUM_CLASSES))
         args = (self._vocab_size, self._max_ngram, 1, np.zeros(0, np.int32), 1.0)
-        buffer = np.zeros(2, np.int32)
-        self._kernels.grow(buffer, 1, nothing, nothing, rows.table, 0, no_drafts, weights, *args)
+        end = np.zeros(1, np.int32)
+        self._kernels.grow(end, end, nothing, nothing, rows.table, 0, no_drafts, weights, *args)
 
     def follow(self, request: RequestStep) -> None:
         """See what a step gave; call it for each request in each step, right after it."""
@@ -107,7 +108,8 @@ class Lookup:
         if name not in self._known:
             group = request.share_group if request.options.remember else None
             num_remembered = request.num_output_tokens - len(request.new_tokens)
-            self._known[name] = _Known(group, request.num_prompt_tokens, num_remembered)
+            opens = self._answers.heading(request.token_ids[: request.num_prompt_tokens])
+            self._known[name] = _Known(group, request.num_prompt_tokens, num_remembered, opens)
         if self._keeps_texts:
             self._texts.of(request)
         if self._recycles and request.next_tokens is not None:
@@ -135,15 +137,12 @@ class Lookup:
             given: Drafts of other sources.
         """
         text = self._texts.known(request.request_id) if self._own_text else None
-        end = request.token_ids[-self._max_ngram :]
-        size = len(end)
-        buffer = np.empty(size + request.room, np.int32)
-        buffer[:size] = end
+        said = request.token_ids[request.num_prompt_tokens :]
         answers = self._answers.of(request.share_group)
         group = self._rows_of(request.request_id) if self._recycles else -1
         parents, tokens, paths, evidence = self._kernels.grow(
-            buffer,
-            size,
+            request.token_ids[-self._max_ngram :],
+            opened(self._known[request.request_id].heading, said, self._max_ngram),
             (self._nothing if text is None else text).arrays,
             (self._nothing if answers is None else answers.index).arrays,
             self._rows.table,
@@ -167,6 +166,7 @@ class Lookup:
         known, text = self._known.pop(request_id, None), self._texts.known(request_id)
         if known is not None and text is not None:
             answer = text.tokens[known.num_prompt_tokens + known.num_remembered :].copy()
-            self._answers.add(known.group, answer, answer)
+            opens = None if known.num_remembered else known.heading
+            self._answers.add(known.group, answer, answer, opens)
         self._texts.forget(request_id)
         self._numbers.forget(request_id)

@@ -128,7 +128,8 @@ class InputCopy(BaseProposer):
             if copy is not None and copy.remember:
                 answer = np.asarray(copy.output[copy.num_remembered :], np.int32)
                 folded = copy.output_index.tokens[copy.num_remembered :]
-                self._answers.add(copy.share_group, answer, folded)
+                opens = None if copy.num_remembered else copy.heading
+                self._answers.add(copy.share_group, answer, folded, opens)
         if self._late is not None:
             self._late.forget(request_ids)
 
@@ -274,6 +275,7 @@ class InputCopy(BaseProposer):
             OccurrenceIndex(),
             remember,
             request.share_group,
+            self._answers.heading(prompt),
             start,
             is_sayable=int(source.max(initial=0)) < len(self._folded) - 1,
         )
@@ -330,7 +332,8 @@ class InputCopy(BaseProposer):
         """An earlier answer that agrees in more tokens than the other sources do."""
         if answers is None or num_agreeing >= self.options.max_ngram:
             return None
-        match = answers.longest(copy.output_index.tokens, self.options.max_ngram)
+        output = copy.output_index.tokens
+        match = answers.longest(output, self.options.max_ngram, copy.heading)
         if match.length < self.options.min_ngram or match.length <= num_agreeing:
             return None
         # The same end of an answer, with nothing behind it, says nothing.

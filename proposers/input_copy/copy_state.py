@@ -19,6 +19,7 @@ class CopyState:
     output_index: OccurrenceIndex
     remember: bool  # the answer, for later requests of the group
     share_group: str | None
+    heading: IntArray  # of the answer, as earlier ones have theirs
     source_start: int | None  # of the source in the prompt; None = it is not a part of that
     is_sayable: bool  # the model can say all of the source's tokens
     output: list[int] = field(default_factory=list)  # tokens as they are

@@ -42,6 +42,7 @@ class LateRow(NamedTuple):
     source_size: int
     answers: int
     answers_size: int
+    mark: int  # of the prompt, in the heading of its answers
 
 
 class _Answers(NamedTuple):
@@ -150,7 +151,7 @@ class LateCopy:
         said = begin + request.num_prompt_tokens * _BYTES
         if not request.options.enabled:
             nothing = (0, -1, 0, -1, 0, 0, 0, said)
-            return LateRow(request.num_prompt_tokens, *nothing, said, 0, said, 0)
+            return LateRow(request.num_prompt_tokens, *nothing, said, 0, said, 0, 0)
         copy = self._copies.known_copy(request)
         if copy.source_start is not None:
             source = begin + copy.source_start * _BYTES
@@ -166,6 +167,7 @@ class LateCopy:
             source_size=len(copy.source),
             answers=said if answers is None else answers.data_ptr(),
             answers_size=0 if answers is None else len(answers),
+            mark=int(copy.heading[0]),
         )
 
     def _source(self, request_id: str, copy: CopyState, texts: DeviceTexts) -> "torch.Tensor":

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_spec_ext.proposers.late_kernels import column, write_draft
+from vllm_spec_ext.proposers.text_index.answer_memory import NUM_MARKS
 
 # Columns of a request's row; see late_copy.py.
 PROMPT = tl.constexpr(0)
@@ -28,7 +29,9 @@ SOURCE = tl.constexpr(9)
 SOURCE_SIZE = tl.constexpr(10)
 ANSWERS = tl.constexpr(11)
 ANSWERS_SIZE = tl.constexpr(12)
-NUM_COLUMNS = tl.constexpr(13)
+MARK = tl.constexpr(13)
+NUM_COLUMNS = tl.constexpr(14)
+HEADING = tl.constexpr(NUM_MARKS + 1)  # of an answer: marks of its prompt, and a separator
 
 # The texts that are searched, and what is found in a block of one.
 IN_SOURCE = tl.constexpr(0)
@@ -54,6 +57,13 @@ def _text(row, number):  # type: ignore[no-untyped-def]
 def _folded(tokens, folded, unsayable):  # type: ignore[no-untyped-def]
     """Tokens as they are compared; ids that the model does not have are all one."""
     return tl.load(folded + tl.minimum(tl.maximum(tokens, 0), unsayable))
+
+
+@triton.jit
+def _compared(tokens, folded, unsayable, which):  # type: ignore[no-untyped-def]
+    """Tokens as they are compared in a text: in answers, marks of prompts as they are."""
+    is_mark = (which == IN_ANSWERS) & (tokens > unsayable)
+    return tl.where(is_mark, tokens, _folded(tokens, folded, unsayable))
 
 
 @triton.jit
@@ -115,18 +125,19 @@ def search_texts(  # type: ignore[no-untyped-def]
     if which == IN_ANSWERS:
         text = _text(row, ANSWERS)
         size = tl.where(agreeing_before < MAX_NGRAM, column(row, ANSWERS_SIZE), 0)
-        limit = tl.minimum(num_said + 1, MAX_NGRAM)  # a short output begins behind a separator
+        limit = tl.minimum(num_said + HEADING, MAX_NGRAM)  # a short output begins behind it
     at = block * BLOCK + tl.arange(0, BLOCK)
     agrees = at < size
     agreeing = tl.zeros([BLOCK], tl.int32)
     num_left = tl.sum(agrees.to(tl.int32), axis=0)
     depth = 0
     while (depth < limit) & (num_left > 0):
-        newest = tl.load(said + num_said - 1 - depth, mask=depth < num_said, other=unsayable)
-        wanted = _folded(newest, folded_ptr, unsayable)
+        before = tl.where(depth == num_said, unsayable, column(row, MARK))
+        newest = tl.load(said + num_said - 1 - depth, mask=depth < num_said, other=before)
+        wanted = _compared(newest, folded_ptr, unsayable, which)
         agrees = agrees & (at >= depth)
         token = tl.load(text + at - depth, mask=agrees, other=0)
-        agrees = agrees & (_folded(token, folded_ptr, unsayable) == wanted)
+        agrees = agrees & (_compared(token, folded_ptr, unsayable, which) == wanted)
         agreeing += agrees.to(tl.int32)
         num_left = tl.sum(agrees.to(tl.int32), axis=0)
         depth += 1

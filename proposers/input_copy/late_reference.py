@@ -17,7 +17,8 @@ class Texts(NamedTuple):
 
     said: Sequence[int]  # the output, newest token last
     source: Sequence[int]
-    answers: Sequence[int]  # earlier ones, each behind a separator
+    answers: Sequence[int]  # earlier ones, each behind its heading
+    heading: Sequence[int]  # of the output
 
 
 class _Found(NamedTuple):
@@ -39,7 +40,9 @@ def late_draft(
         most: Tokens.
     """
     unsayable = len(folded) - 1
-    said, source, answers = ([folded[min(t, unsayable)] for t in text] for text in texts)
+    said, source = ([folded[min(t, unsayable)] for t in text] for text in texts[:2])
+    # A prompt is known by numbers above those of all tokens.
+    answers = [folded[t] if t < unsayable else t for t in texts.answers]
     state = followed(state, said[state.num_known :], source)
     drafted: list[int] = []
     num_agreeing = state.num_agreeing
@@ -48,8 +51,7 @@ def late_draft(
     else:
         drafted = list(texts.source[state.cursor : state.cursor + most])
     if num_agreeing < options.max_ngram and options.earlier_answers:
-        opened = [unsayable, *said] if len(said) < options.max_ngram else said
-        found = _longest(opened, answers, len(answers), options.max_ngram)
+        found = _longest([*texts.heading, *said], answers, len(answers), options.max_ngram)
         if found.length >= options.min_ngram and found.length > num_agreeing:
             earlier = _sayable(texts.answers[found.behind[-1] :][:most], unsayable)
             drafted = earlier or drafted

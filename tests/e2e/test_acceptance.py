@@ -102,6 +102,8 @@ REPLAYS_REACH = {
     "adaptive_ngram": Least(3.35, [0.66, 0.50, 0.41, 0.37]),
 }
 
+AGAIN_REACH = {"suffix_tree": 17.0, "auto": 16.5, "input_copy": 24.0}
+
 
 def test_they_are_small() -> None:
     folders = (demo_heads(), demo_block_drafter())
@@ -223,3 +225,14 @@ def test_replays(name: str, recordings: list[Recording], tokenizer: Any) -> None
     drafts = result.num_steps - result.num_empty
     shares = [accepted / drafts for accepted in result.accepted_at_depth]
     check(name, result.tokens_per_step, shares, REPLAYS_REACH[name])
+
+
+@pytest.mark.parametrize("name", AGAIN_REACH)
+def test_what_is_asked_again_is_foreseen(
+    name: str, recordings: list[Recording], tokenizer: Any
+) -> None:
+    (point,) = simulate.make_points(name, [{BUDGET: 32, **ALWAYS_DRAFT}])
+    proposer, engine = simulate.start(name, point, recordings, tokenizer, "", 1)
+    replay(proposer, recordings, engine)
+    again = replay(proposer, recordings, engine).tokens_per_step
+    assert again >= AGAIN_REACH[name]

@@ -15,6 +15,7 @@ from vllm_spec_ext.proposers.candidates.kernels import given_class
 from vllm_spec_ext.proposers.candidates.lookup import Lookup
 from vllm_spec_ext.proposers.candidates.priors import first_log_odds
 from vllm_spec_ext.proposers.draft_tree import tree_problem
+from vllm_spec_ext.proposers.text_index.answer_memory import heading
 
 VOCAB = 6
 WEIGHTS = first_log_odds()
@@ -43,12 +44,18 @@ class Definition:
     """The same tree, from the words that describe it."""
 
     def __init__(
-        self, text: list[int], answers: list[int], max_ngram: int, ends: frozenset[int]
+        self,
+        text: list[int],
+        said: list[int],
+        answers: list[int],
+        max_ngram: int,
+        ends: frozenset[int],
     ) -> None:
-        self.text, self.answers, self.max_ngram, self.ends = text, answers, max_ngram, ends
+        self.text, self.said, self.answers = text, said, answers
+        self.max_ngram, self.ends = max_ngram, ends
 
     def looked_up(self, path: list[int], index: list[int], own: bool) -> tuple[int, list[int]]:
-        whole = self.text + path
+        whole = (self.text if own else self.said) + path
         last = len(index) - 1 if own and not path else len(index)
         best: tuple[int, list[int]] = (0, [])
         for end in range(last, 0, -1):
@@ -132,18 +139,30 @@ class Definition:
 
 @pytest.mark.parametrize("ends", [(), (1,), (0, 3)])
 @pytest.mark.parametrize("seed", range(12))
-def test_the_tree_is_the_one_that_is_described(seed: int, ends: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("longest", [5, 14])
+def test_the_tree_is_the_one_that_is_described(
+    seed: int, ends: tuple[int, ...], longest: int
+) -> None:
     random = np.random.default_rng(seed)
     text = random.integers(0, 3 + seed % 3, int(random.integers(2, 60))).tolist()
+    num_prompt = len(text) - int(random.integers(1, min(len(text), 6)))
+    prompt = text[:num_prompt] if seed % 2 else [1]  # what was asked before, or other words
     answer = random.integers(0, 4, 30)
-    sources = lookup(earlier_answers=100)
-    sources.follow(request([1, *answer], name="earlier", num_prompt_tokens=1, new_tokens=answer))
+    sources = lookup(earlier_answers=100, max_ngram=longest)
+    before = [*prompt, *answer]
+    sources.follow(
+        request(before, name="earlier", num_prompt_tokens=len(prompt), new_tokens=answer)
+    )
     sources.finish("earlier")
-    step = request(text, room=12, ends=frozenset(ends))
+    step = request(text, room=12, ends=frozenset(ends), num_prompt_tokens=num_prompt)
     sources.follow(step)
     found = sources.grow(step, WEIGHTS, 0.01)
     assert tree_problem(found.parents.tolist(), len(found)) is None
-    expected = Definition(text, [VOCAB, *answer.tolist()], 5, step.ends).best(12, 0.01)
+    said, answers = (
+        [*heading(np.array(ids[:size], np.int32), VOCAB).tolist(), *ids[size:]]
+        for ids, size in ((text, num_prompt), (before, len(prompt)))
+    )
+    expected = Definition(text, said, answers, longest, step.ends).best(12, 0.01)
     np.testing.assert_allclose(found.paths, [p for p, _ in expected], rtol=1e-4)
     paths: list[tuple[int, ...]] = []
     for parent, token in zip(found.parents.tolist(), found.tokens.tolist(), strict=True):

@@ -91,7 +91,8 @@ def moments(
             answers = [] if memory is None else memory.tokens.tolist()
             seen = late(known, [*request.prompt, *output]) if late else None
             [draft] = proposer.propose(StepContext([step], fixed_length=True))
-            texts = Texts(list(output), copy.source.tolist(), answers)
+            heading = copy.heading.tolist()
+            texts = Texts(list(output), copy.source.tolist(), answers, heading)
             yield Moment(step, before, texts, draft.tokens.tolist(), seen)
         proposer.finish([name])
 
@@ -106,7 +107,7 @@ OPTIONS = st.fixed_dictionaries(
         "near": st.sampled_from([0, 3, 64]),
         "realign": st.sampled_from([0, 4]),
         "also_output": st.booleans(),
-        "earlier_answers": st.sampled_from([0, 40]),
+        "earlier_answers": st.sampled_from([0, 40, 200]),
     }
 )
 
@@ -125,7 +126,16 @@ def requests(draw: st.DrawFn) -> Request:
     return Request(prompt, steps, given)
 
 
-SESSIONS = st.builds(Session, OPTIONS, st.lists(requests(), min_size=1, max_size=3))
+@st.composite
+def sessions(draw: st.DrawFn) -> Session:
+    options, found = draw(OPTIONS), draw(st.lists(requests(), min_size=1, max_size=3))
+    for request in found[1:]:
+        if draw(st.booleans()):  # the same is asked again
+            request.prompt, request.given = found[0].prompt, found[0].given
+    return Session(options, found)
+
+
+SESSIONS = sessions()
 
 WELL_COPIED = Session(
     {"earlier_answers": 40},

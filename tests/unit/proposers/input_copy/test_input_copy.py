@@ -240,6 +240,17 @@ def test_earlier_answers_lend_their_openings_and_endings() -> None:
     assert session.say(10) == SOURCE[1:], "the source wins a tie"
 
 
+def test_a_prompt_that_is_asked_again_is_answered_alike() -> None:
+    session = Session([40, 41, 42], earlier_answers=1000)
+    session.say(50, 51, 52)
+    session.next_request([40, 41, 43])
+    session.say(50, 61, 62)
+    session.next_request([40, 41, 42])
+    assert session.say(50) == [51, 52], "not as the latest one that began alike"
+    session.next_request([50, 9, 8], share_group=UNSALTED)
+    assert session.say(50) == [9, 8], "of another prompt, the source is the better guess"
+
+
 def test_requests_may_keep_their_answer_to_themselves() -> None:
     session = Session([1], InputCopyRequest(remember=False), earlier_answers=1000)
     session.say(50, 51, 52)

@@ -12,6 +12,7 @@ from vllm_spec_ext.options import RequestOptions, parse_options
 from vllm_spec_ext.proposers.base import UNSALTED, Draft, EngineHandle, RequestStep, StepContext
 from vllm_spec_ext.proposers.suffix_tree import SuffixTree
 from vllm_spec_ext.proposers.suffix_tree.options import SuffixTreeOptions
+from vllm_spec_ext.proposers.text_index.answer_memory import NUM_MARKS
 from vllm_spec_ext.replay import Recording, replay
 
 VOCAB = 500
@@ -77,6 +78,32 @@ def test_earlier_answers_shorten_later_ones_unless_none_are_kept(kept: int) -> N
     assert gained > 1.5 if kept else gained < 1.1
 
 
+def test_a_prompt_that_is_asked_again_is_answered_alike() -> None:
+    method = started(own_text=False)
+    answers = [[5, *words(12, 10)], [5, *words(12, 11)]]
+    for number, answer in enumerate(answers):
+        name = f"{number}"
+        drafted(method, [7, 8 + number, *answer], 2, name, share_group=UNSALTED)
+        method.finish([name])
+    for number, answer in enumerate(answers):
+        draft = drafted(method, [7, 8 + number, 5], 2, f"again {number}", share_group=UNSALTED)
+        assert draft.tokens.tolist()[:6] == answer[1:7]
+
+
+def test_answers_open_as_earlier_ones_to_other_prompts_did() -> None:
+    method = started(own_text=False)
+    opening = words(6, 12)
+    for number in range(4):
+        # Each opens in the same words, the first of which stands elsewhere, too.
+        said = [*opening, *words(5, 20 + number), opening[0], *words(5, 30 + number)]
+        drafted(method, [number, *said], 1, f"{number}", share_group=UNSALTED)
+        method.finish([f"{number}"])
+    draft = drafted(method, [9, opening[0]], 1, "other", share_group=UNSALTED)
+    assert draft.tokens[0] == opening[1]
+    assert draft.path_probs is not None
+    assert draft.path_probs[0] > 0.4
+
+
 def test_a_request_may_keep_its_answer_to_itself() -> None:
     answer = words(20, 4)
     for remember, num_nodes in ((True, 6), (False, 0)):
@@ -136,7 +163,7 @@ def test_what_is_said_after_a_preemption_is_remembered_once() -> None:
         drafted(method, [9, *answer[20:30]], 1, "c", share_group=UNSALTED).tokens[0] == answer[30]
     )
     (memory,) = method._lookup._answers._memories.values()
-    assert len(memory) == len(answer) + 2  # two separators
+    assert len(memory) == len(answer) + (NUM_MARKS + 1) + 1  # a heading, and a separator
 
 
 @pytest.mark.parametrize("first", [3, 8])
