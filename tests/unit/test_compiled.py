@@ -47,7 +47,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=800,
     )
 
 

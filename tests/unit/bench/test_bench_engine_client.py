@@ -64,7 +64,7 @@ def test_our_method_without_the_installed_plugin_says_so(
         "VllmEngine('m', parse_method('input_copy'), {}, Sampling(1))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=800
     )
     assert "entry point 'spec_ext' of vllm-spec-ext is not installed here" in done.stderr
 
@@ -170,7 +170,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         stdout=subprocess.PIPE,
         text=True,
         check=False,
-        timeout=60,
+        timeout=800,
         env=env,
     )
     pids = [int(word) for word in done.stdout.split()]

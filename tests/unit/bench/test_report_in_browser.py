@@ -64,7 +64,7 @@ def browse(page: Path, width: int, *options: str) -> str:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=True,
     )
     return done.stdout

@@ -180,7 +180,7 @@ def test_at_exit_the_file_holds_what_the_latest_proposer_knows(tmp_path: Path) -
     subprocess.run(
         [sys.executable, "-c", AFTER_A_RESET, str(Path(__file__).parent), str(path)],
         check=True,
-        timeout=300,
+        timeout=800,
     )
     drafter = make("adaptive_ngram", overlay="shared", overlay_file=str(path))
     assert teach(drafter, 7, 8) == [9]

@@ -40,7 +40,7 @@ class Group:
         if self.rank_in_group == 0:
             self._messages.put(message)
             return message
-        return self._messages.get(timeout=10)
+        return self._messages.get(timeout=100)
 
 
 class Target(torch.nn.Module):

@@ -186,7 +186,7 @@ def test_several_api_servers_add_up(tmp_path: Path) -> None:
         )
         for steps in (3, 4)
     ]
-    assert [server.wait(timeout=200) for server in servers] == [0, 0]
+    assert [server.wait(timeout=800) for server in servers] == [0, 0]
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, str(tmp_path))
     labels = {"method": "input_copy", "rule": "exact"}

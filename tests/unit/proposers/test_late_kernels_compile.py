@@ -89,5 +89,5 @@ def test_for_gpus(kernels: str, architecture: int, tmp_path: Path) -> None:
         [sys.executable, "-c", COMPILE + kernels, str(architecture)],
         env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
         check=True,
-        timeout=600,
+        timeout=800,
     )

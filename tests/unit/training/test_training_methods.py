@@ -115,7 +115,7 @@ def run_module(*words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=800,
     )
 
 
