@@ -55,7 +55,8 @@ class AnswerMemory:
         """
         self._limit = limit
         self._separator = np.array([separator], np.int32)
-        self._entries: list[tuple[IntArray, IntArray]] = []  # as they are and folded, oldest first
+        # Headings, answers as they are and folded, oldest first.
+        self._entries: list[tuple[IntArray, IntArray, IntArray]] = []
         self._index = OccurrenceIndex(min(limit + 1, _FIRST_ROOM))
         self._tokens = np.empty(limit + 1, np.int32)  # of the index, not folded
         self.num_added = 0
@@ -79,11 +80,8 @@ class AnswerMemory:
         if opens is not None and len(opens) + len(answer) <= half:
             before = opens
         rest = max(half - len(before), 1)
-        entry = (
-            np.concatenate((before, answer[-rest:])),
-            np.concatenate((before, folded[-rest:])),
-        )
-        if len(self) + len(entry[0]) > self._limit:
+        entry = (before, answer[-rest:], folded[-rest:])
+        if len(self) + len(before) + len(entry[1]) > self._limit:
             self._keep_newest(half)
         self._entries.append(entry)
         self._append(*entry)
@@ -115,16 +113,16 @@ class AnswerMemory:
         ends = np.flatnonzero(tokens >= self._separator)
         return tokens[: ends[0]] if len(ends) else tokens
 
-    def _append(self, entry: IntArray, folded: IntArray) -> None:
+    def _append(self, before: IntArray, answer: IntArray, folded: IntArray) -> None:
         start = len(self)
-        self._index.append(folded)
-        self._tokens[start : len(self)] = entry
+        self._index.append(np.concatenate((before, folded)))
+        self._tokens[start : len(self)] = np.concatenate((before, answer))
 
     def _keep_newest(self, num_tokens: int) -> None:
         """Index anew the newest answers of that many tokens together."""
         kept = []
         for entry in reversed(self._entries):
-            num_tokens -= len(entry[0])
+            num_tokens -= len(entry[0]) + len(entry[1])
             if num_tokens < 0:
                 break
             kept.append(entry)
