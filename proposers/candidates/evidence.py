@@ -21,8 +21,11 @@ OTHERS = 64
 """The first class of a token that is not one of those that a source names."""
 NUM_CLASSES = 80
 
-LENGTHS = (1, 2, 3, 4, 6, 9)
+LENGTHS = (1, 2, 3, 4, 6, 9, 999)
 """Tokens of a match: up to the first bound, up to the second, …, more."""
+SAME_ANSWER = 1_000_000
+"""What counts as the length of a match with an answer to the same prompt, as far into it: longer
+than every other."""
 NUM_SHARES = 7
 """How often the token followed: once in one place; nearly always, in few or many places; at least
 0.6, 0.3 or 0.1 of the places; less."""

@@ -20,6 +20,7 @@ from vllm_spec_ext.proposers.candidates.evidence import (
     OWN,
     PROBS,
     RECYCLED,
+    SAME_ANSWER,
     TOGETHER,
 )
 from vllm_spec_ext.proposers.text_index.occurrence_kernels import latest_places
@@ -32,6 +33,7 @@ _MOST_WAITING = 4096
 _NOWHERE = -2  # a node that a draft does not have
 _BOUNDS = np.array(PROBS)
 _LENGTHS = np.array(LENGTHS)
+_FIRST_SAME = 1 + len(LENGTHS) * NUM_SHARES  # class of a token of an answer to the same prompt
 
 
 @kernel
@@ -117,8 +119,27 @@ def _add(candidates, classes, count, token, source, evidence):  # type: ignore[n
 
 
 @kernel
+def _keep_same_answers(places, count, index, asked, depth):  # type: ignore[no-untyped-def]
+    """Keep the places in answers to the same prompt, as far into them; returns their number.
+
+    Args:
+        places: [>= count] positions behind matches, written.
+        count: Number of them.
+        index, asked, depth: As of :func:`_find_places`.
+    """
+    mark, size = asked
+    num_kept = 0
+    for i in range(count):
+        start = places[i] - size - depth  # of the answer, behind its separator
+        if start >= 2 and index[0][start - 2] == mark and index[0][start - 1] < mark:
+            places[num_kept] = places[i]
+            num_kept += 1
+    return num_kept
+
+
+@kernel
 def _find_places(  # type: ignore[no-untyped-def]
-    text, begin, end, index, which, token, depth, max_ngram, above, here
+    text, begin, end, index, which, token, depth, max_ngram, asked, above, here
 ):
     """Where the text that ends with a node stood before: what followed the parent's places, first.
 
@@ -132,6 +153,7 @@ def _find_places(  # type: ignore[no-untyped-def]
         token: The node's; -1 = it is the root.
         depth: Of the node, 0 = the root.
         max_ngram: Longest suffix that is looked up.
+        asked: As of :func:`grow`.
         above: Places, their number and agreeing tokens, of the parent.
         here: The same of the node, written.
     """
@@ -149,6 +171,10 @@ def _find_places(  # type: ignore[no-untyped-def]
         num_places[which], agreeing[which] = latest_places(
             text[start:end], end - start, index, is_end, places[which]
         )
+        if which == ANSWERS:
+            num_same = _keep_same_answers(places[which], num_places[which], index, asked, depth)
+            if num_same > 0:
+                num_places[which], agreeing[which] = num_same, SAME_ANSWER
 
 
 @kernel
@@ -256,8 +282,8 @@ def _find_given(given, which, pointer, token):  # type: ignore[no-untyped-def]
 
 @kernel
 def _name_candidates(  # type: ignore[no-untyped-def]
-    texts, begins, depth, token, own, answers, above, here, vocab_size, max_ngram, table, group,
-    drafts, pointers, candidates, classes,
+    texts, begins, depth, token, own, answers, asked, above, here, vocab_size, max_ngram, table,
+    group, drafts, pointers, candidates, classes,
 ):  # fmt: skip
     """Name what sources have behind a node; returns the number of candidates.
 
@@ -275,7 +301,9 @@ def _name_candidates(  # type: ignore[no-untyped-def]
         text, begin = texts[which], begins[which]
         index = own if which == OWN else answers
         if index[1] > 0:
-            _find_places(text, begin, end, index, which, token, depth, max_ngram, above, here)
+            _find_places(
+                text, begin, end, index, which, token, depth, max_ngram, asked, above, here
+            )
             count = _name_matched(
                 text, max_ngram, index, which, depth, vocab_size, here, candidates, classes, count
             )
@@ -311,7 +339,14 @@ def _probabilities(classes, count, weights, odds):  # type: ignore[no-untyped-de
         odds[i] = 1.0 / (1.0 + np.exp(-log_odds))
         together += odds[i]
     if together > 1.0:
-        odds[:count] /= together
+        best = np.argmax(odds[:count])
+        if _FIRST_SAME <= classes[best, ANSWERS] < OTHERS:
+            # What the same prompt was answered is known best, so the others share the rest.
+            kept = odds[best]
+            odds[:count] *= (1.0 - kept) / (together - kept)
+            odds[best] = kept
+        else:
+            odds[:count] /= together
 
 
 @kernel
@@ -336,13 +371,15 @@ def _write_path(texts, end, tokens, parents, node):  # type: ignore[no-untyped-d
 
 @kernel
 def grow(  # type: ignore[no-untyped-def]
-    end, said, own, answers, table, group, given, weights, vocab_size, max_ngram, room, ends, least
-):
+    end, said, asked, own, answers, table, group, given, weights, vocab_size, max_ngram, room, ends,
+    least,
+):  # fmt: skip
     """The nodes with the largest path probabilities, best first; they are a tree.
 
     Args:
         end: [1 to max_ngram] int32, the end of the text.
         said: [1 to max_ngram] int32, the end of the request's answer behind its heading.
+        asked: Mark of the prompt in headings, and tokens of the answer so far.
         own: Index of the request's tokens, as of :func:`.latest_places`; empty = it is not asked.
         answers: Index of earlier answers; the same.
         table: Keys, tokens and probabilities of recycled rows.
@@ -388,8 +425,8 @@ def grow(  # type: ignore[no-untyped-def]
         if token < 0 or not np.any(ends == token):
             _write_path(texts, max_ngram + depth, tokens, parents, node)
             count = _name_candidates(
-                texts, begins, depth, token, own, answers, above, here, vocab_size, max_ngram,
-                table, group, drafts, pointers[state], candidates, classes,
+                texts, begins, depth, token, own, answers, asked, above, here, vocab_size,
+                max_ngram, table, group, drafts, pointers[state], candidates, classes,
             )  # fmt: skip
         _probabilities(classes, count, weights, odds)
         odds[:count] *= paths[node] if node >= 0 else 1.0

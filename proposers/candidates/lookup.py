@@ -83,6 +83,7 @@ class Lookup:
         self._rows = RecycledRows(recycled_contexts)
         self._recycles = recycled_contexts > 0
         self._known: dict[str, _Known] = {}
+        self._idle: set[str] = set()  # without room in the step before
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -98,13 +99,19 @@ class Lookup:
         weights = np.zeros((NUM_COLUMNS, NUM_CLASSES))
         args = (self._vocab_size, self._max_ngram, 1, np.zeros(0, np.int32), 1.0)
         end = np.zeros(1, np.int32)
-        self._kernels.grow(end, end, nothing, nothing, rows.table, 0, no_drafts, weights, *args)
+        self._kernels.grow(
+            end, end, (0, 0), nothing, nothing, rows.table, 0, no_drafts, weights, *args
+        )
 
     def follow(self, request: RequestStep) -> None:
         """See what a step gave; call it for each request in each step, right after it."""
         name = request.request_id
-        if request.room <= 0 and name in self._known and 0 < self._num_unread(request) < _SELDOM:
-            return  # it is read later, all at once; of a request that ends, the last tokens are not
+        if request.room > 0:
+            self._idle.discard(name)
+        elif name not in self._idle:
+            self._idle.add(name)  # it may be about to end, so these are read
+        elif name in self._known and 0 < self._num_unread(request) < _SELDOM:
+            return  # they are read later, all at once; of a request that ends, the last are not
         if name not in self._known:
             group = request.share_group if request.options.remember else None
             num_remembered = request.num_output_tokens - len(request.new_tokens)
@@ -140,9 +147,11 @@ class Lookup:
         said = request.token_ids[request.num_prompt_tokens :]
         answers = self._answers.of(request.share_group)
         group = self._rows_of(request.request_id) if self._recycles else -1
+        heading = self._known[request.request_id].heading
         parents, tokens, paths, evidence = self._kernels.grow(
             request.token_ids[-self._max_ngram :],
-            opened(self._known[request.request_id].heading, said, self._max_ngram),
+            opened(heading, said, self._max_ngram),
+            (int(heading[0]), len(said)),
             (self._nothing if text is None else text).arrays,
             (self._nothing if answers is None else answers.index).arrays,
             self._rows.table,
@@ -168,5 +177,6 @@ class Lookup:
             answer = text.tokens[known.num_prompt_tokens + known.num_remembered :].copy()
             opens = None if known.num_remembered else known.heading
             self._answers.add(known.group, answer, answer, opens)
+        self._idle.discard(request_id)
         self._texts.forget(request_id)
         self._numbers.forget(request_id)

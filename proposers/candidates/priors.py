@@ -5,7 +5,8 @@ Fitted to SmolLM2-135M-Instruct's answers to 150 instructions, problems, functio
 rewrite or correct, none of them among those that the documentation measures: 64 tokens each, trees
 of 32 nodes, three passes over an engine that began empty. A logistic regression of whether a node
 behind an accepted one is accepted, in which nodes that are unlikely anyway count less, and which is
-held to numbers that 120 other answers gave. Where a class hardly occurred, the number is a guess.
+held to numbers that 120 other answers gave. Where a class hardly occurred, the number is a guess,
+and so are those of answers to the same prompt.
 Those of drafters came later, in the same way, the others as they are: 58 answers with the heads of
 this package and with its block drafter, of 64 tokens, one pass, to none of the questions that the
 documentation measures.
@@ -45,6 +46,7 @@ _MATCHED = {
         (0.82, 2.2, 2.84, -0.12, -0.3, -2.13, -3.36),
         (1.96, 1.35, 1.92, -0.06, -0.63, -1.97, -3.2),
         (1.87, 0.85, 1.28, 0.18, -0.38, -1.81, -3.16),
+        (3.5, 3.5, 3.5, 1, 0, -1, -2),
     ),
 }
 # A number for each probability: recycled under two tokens, then one; first node, then further ones.
@@ -65,7 +67,7 @@ _GIVEN = {
 # A source that names other tokens: by the length of its match, or as above.
 _NAMES_OTHERS = {
     OWN: (-0.27, -0.29, -0.39, -0.92, -1.19, -1.43, -1.88),
-    ANSWERS: (-0.26, -0.1, -0.3, -0.43, -0.66, -0.9, -0.45),
+    ANSWERS: (-0.26, -0.1, -0.3, -0.43, -0.66, -0.9, -0.45, -2),
     RECYCLED: (-0.9, -0.81),
     COPY: (0.07, 0.07),
     DRAFTER: (-0.81, -0.54),

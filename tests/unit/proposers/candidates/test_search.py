@@ -50,9 +50,10 @@ class Definition:
         answers: list[int],
         max_ngram: int,
         ends: frozenset[int],
+        num_said: int,
     ) -> None:
         self.text, self.said, self.answers = text, said, answers
-        self.max_ngram, self.ends = max_ngram, ends
+        self.max_ngram, self.ends, self.num_said = max_ngram, ends, num_said
 
     def looked_up(self, path: list[int], index: list[int], own: bool) -> tuple[int, list[int]]:
         whole = (self.text if own else self.said) + path
@@ -69,7 +70,11 @@ class Definition:
                 best = (agree, [])
             if agree and agree == best[0]:
                 best[1].append(end)
-        return best[0], best[1][:MOST_PLACES]
+        places = best[1][:MOST_PLACES]
+        begun = len(heading(np.zeros(1, np.int32), VOCAB)) + self.num_said + len(path)
+        if not own and begun in places and self.answers[:2] == self.said[:2]:
+            return evidence.SAME_ANSWER, [begun]  # there is one earlier answer
+        return best[0], places
 
     def places(self, path: list[int], index: list[int], own: bool) -> tuple[int, list[int]]:
         if path:
@@ -102,12 +107,18 @@ class Definition:
             token: 1 / (1 + np.exp(-sum(WEIGHTS[s, c] for s, c in enumerate(row))))
             for token, row in classes.items()
         }
-        together = max(1.0, sum(odds.values()))
+        together = sum(odds.values())
+        if together <= 1.0:
+            return odds
+        best = max(odds, key=lambda token: odds[token])
+        if classes[best][ANSWERS] in range(evidence.matched_class(7, 0), evidence.OTHERS):
+            others = (1.0 - odds[best]) / (together - odds[best])
+            return {token: p * (1.0 if token == best else others) for token, p in odds.items()}
         return {token: probability / together for token, probability in odds.items()}
 
     @staticmethod
     def place(length: int) -> int:
-        return next((i for i, most in enumerate(evidence.LENGTHS) if length <= most), 6)
+        return next((i for i, most in enumerate(evidence.LENGTHS) if length <= most), 7)
 
     def matched(self, length: int, count: int, total: int) -> int:
         place = self.place(length)
@@ -162,7 +173,8 @@ def test_the_tree_is_the_one_that_is_described(
         [*heading(np.array(ids[:size], np.int32), VOCAB).tolist(), *ids[size:]]
         for ids, size in ((text, num_prompt), (before, len(prompt)))
     )
-    expected = Definition(text, said, answers, longest, step.ends).best(12, 0.01)
+    num_said = len(text) - num_prompt
+    expected = Definition(text, said, answers, longest, step.ends, num_said).best(12, 0.01)
     np.testing.assert_allclose(found.paths, [p for p, _ in expected], rtol=1e-4)
     paths: list[tuple[int, ...]] = []
     for parent, token in zip(found.parents.tolist(), found.tokens.tolist(), strict=True):
@@ -271,3 +283,69 @@ def test_two_drafts_are_merged_and_credited_to_both() -> None:
     assert sorted(found.tokens.tolist()) == [2, 3, 4]
     assert found.parents.tolist() == [-1, 0, 0]
     assert not len(sources.grow(step, WEIGHTS, 0.0, NOTHING_GIVEN))
+
+
+def answered(
+    sources: Lookup, name: str, prompt: list[int], answer: list[int], **given: Any
+) -> None:
+    """A request comes, is answered in one step, and goes."""
+    given = {"num_prompt_tokens": len(prompt), "new_tokens": answer, **given}
+    sources.follow(request([*prompt, *answer], name=name, **given))
+    sources.finish(name)
+
+
+def is_same_answer(found: Any) -> bool:
+    return bool(found.evidence[0, ANSWERS] >= evidence.matched_class(len(evidence.LENGTHS), 0))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])  # shorter and longer than what is looked up
+def test_what_the_same_prompt_was_answered_counts_for_more(size: int) -> None:
+    answer = [1, 2, 3, 4, 1, 2, 3, 4, 5, 5]
+    others = [*answer[:size], 0, 0]  # they go on otherwise
+    sources = lookup(own_text=False, earlier_answers=200)
+    answered(sources, "same", [0, 5], answer)
+    for number in range(4):
+        answered(sources, f"other {number}", [0, number], others)
+    for prompt, token, is_same in (([0, 5], answer[size], True), ([4, 4], 0, False)):
+        step = request([*prompt, *answer[:size]], name=f"{prompt}", num_prompt_tokens=2)
+        sources.follow(step)
+        found = sources.grow(step, WEIGHTS, 0.01)
+        assert found.tokens[0] == token
+        assert is_same_answer(found) is is_same
+    again = request([0, 5, *answer[:size]], name="again", num_prompt_tokens=2)
+    sources.follow(again)
+    found = sources.grow(again, WEIGHTS, 0.01)
+    chain = answer[size : size + 5]
+    assert found.tokens.tolist()[: len(chain)] == chain
+
+
+def test_an_answer_elsewhere_in_the_same_answer_is_not_as_far_into_it() -> None:
+    sources = lookup(earlier_answers=200)
+    answered(sources, "earlier", [0, 5], [3, 1, 2, 4, 4])
+    step = request([0, 5, 1, 2], num_prompt_tokens=2)  # without the 3
+    sources.follow(step)
+    found = sources.grow(step, WEIGHTS, 0.01)
+    assert found.tokens[0] == 4
+    assert not is_same_answer(found)
+
+
+LAST = [3, 4, 5, 5, 4]
+
+
+@pytest.mark.parametrize("steps", [[([2], 8), (LAST, 0)], [([2, *LAST], 0)]])
+def test_of_an_answer_no_more_than_the_last_token_is_lost(
+    steps: list[tuple[list[int], int]],
+) -> None:
+    sources = lookup(earlier_answers=200)
+    said = [0, 5, 1]
+    sources.follow(request(said, name="earlier", num_prompt_tokens=2))
+    # The last but one leaves no room for a draft, only for one more token, which comes for nothing.
+    for new, room in (*steps, ([0], 0)):
+        said += new
+        given: dict[str, Any] = {"num_prompt_tokens": 2, "new_tokens": new, "room": room}
+        sources.follow(request(said, name="earlier", **given))
+    sources.finish("earlier")
+    again = request([0, 5, 1, 2], num_prompt_tokens=2)
+    sources.follow(again)
+    found = sources.grow(again, WEIGHTS, 0.2)
+    assert found.tokens.tolist()[: len(LAST)] == LAST
