@@ -23,9 +23,12 @@ NUM_CLASSES = 80
 
 LENGTHS = (1, 2, 3, 4, 6, 9, 999)
 """Tokens of a match: up to the first bound, up to the second, …, more."""
-SAME_ANSWER = 1_000_000
+SAME_ANSWER = LENGTHS[-1] + 1
 """What counts as the length of a match with an answer to the same prompt, as far into it: longer
 than every other."""
+LEAST_SAME = 9
+"""Tokens that have to agree for that, those of the heading among them: a word that two answers
+happen to have in one place says little."""
 NUM_SHARES = 7
 """How often the token followed: once in one place; nearly always, in few or many places; at least
 0.6, 0.3 or 0.1 of the places; less."""

@@ -11,6 +11,7 @@ from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.proposers.candidates.evidence import (
     ANSWERS,
     COPY,
+    LEAST_SAME,
     LENGTHS,
     NUM_COLUMNS,
     NUM_PROBS,
@@ -22,6 +23,7 @@ from vllm_spec_ext.proposers.candidates.evidence import (
     RECYCLED,
     SAME_ANSWER,
     TOGETHER,
+    matched_class,
 )
 from vllm_spec_ext.proposers.text_index.occurrence_kernels import latest_places
 
@@ -33,7 +35,7 @@ _MOST_WAITING = 4096
 _NOWHERE = -2  # a node that a draft does not have
 _BOUNDS = np.array(PROBS)
 _LENGTHS = np.array(LENGTHS)
-_FIRST_SAME = 1 + len(LENGTHS) * NUM_SHARES  # class of a token of an answer to the same prompt
+_FIRST_SAME = matched_class(len(LENGTHS), 0)  # of a token of an answer to the same prompt
 
 
 @kernel
@@ -119,22 +121,30 @@ def _add(candidates, classes, count, token, source, evidence):  # type: ignore[n
 
 
 @kernel
-def _keep_same_answers(places, count, index, asked, depth):  # type: ignore[no-untyped-def]
-    """Keep the places in answers to the same prompt, as far into them; returns their number.
+def _same_answers(text, begin, end, tokens, asked, depth, max_ngram, found):  # type: ignore[no-untyped-def]
+    """Where answers to the same prompt are as far as this one, and agree; returns their number.
 
     Args:
-        places: [>= count] positions behind matches, written.
-        count: Number of them.
-        index, asked, depth: As of :func:`_find_places`.
+        text, begin, end, asked, depth, max_ngram: As of :func:`_find_places`.
+        tokens: Of the index of answers.
+        found: [most] int32, written: positions of those that agree in most tokens.
     """
-    mark, size = asked
-    num_kept = 0
-    for i in range(count):
-        start = places[i] - size - depth  # of the answer, behind its separator
-        if start >= 2 and index[0][start - 2] == mark and index[0][start - 1] < mark:
-            places[num_kept] = places[i]
-            num_kept += 1
-    return num_kept
+    same, size = asked
+    limit = min(end - begin, max_ngram)
+    count, longest = 0, min(max_ngram, LEAST_SAME)
+    for i in range(len(same)):
+        at = same[i, 0] + size + depth
+        if at >= same[i, 1]:
+            continue  # it ended before
+        agree = 0
+        while agree < limit and agree < at and tokens[at - 1 - agree] == text[end - 1 - agree]:
+            agree += 1
+        if agree > longest:
+            count, longest = 0, agree
+        if agree == longest and count < len(found):
+            found[count] = at
+            count += 1
+    return count
 
 
 @kernel
@@ -165,16 +175,17 @@ def _find_places(  # type: ignore[no-untyped-def]
                 places[which, num_places[which]] = at + 1
                 num_places[which] += 1
         agreeing[which] = above[2][which] + 1
+    if num_places[which] == 0 and which == ANSWERS:
+        agreeing[which] = SAME_ANSWER
+        num_places[which] = _same_answers(
+            text, begin, end, index[0], asked, depth, max_ngram, places[which]
+        )
     if num_places[which] == 0:
         start = max(begin, end - max_ngram)
         is_end = which == OWN and token < 0
         num_places[which], agreeing[which] = latest_places(
             text[start:end], end - start, index, is_end, places[which]
         )
-        if which == ANSWERS:
-            num_same = _keep_same_answers(places[which], num_places[which], index, asked, depth)
-            if num_same > 0:
-                num_places[which], agreeing[which] = num_same, SAME_ANSWER
 
 
 @kernel
@@ -379,7 +390,7 @@ def grow(  # type: ignore[no-untyped-def]
     Args:
         end: [1 to max_ngram] int32, the end of the text.
         said: [1 to max_ngram] int32, the end of the request's answer behind its heading.
-        asked: Mark of the prompt in headings, and tokens of the answer so far.
+        asked: [n, 2] where answers to the same prompt begin and end, and tokens of this one so far.
         own: Index of the request's tokens, as of :func:`.latest_places`; empty = it is not asked.
         answers: Index of earlier answers; the same.
         table: Keys, tokens and probabilities of recycled rows.

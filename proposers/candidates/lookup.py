@@ -19,6 +19,7 @@ from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex,
 from vllm_spec_ext.proposers.text_index.request_texts import RequestTexts
 
 _SELDOM = 16  # tokens that a request without room says until they are read
+_NO_ANSWERS = np.zeros((0, 2), np.int32)  # to a prompt
 _LEAST_PATH = 0.002  # path probability below which no node is worth a place in the search
 
 
@@ -42,7 +43,6 @@ class _Known:
 
     group: str | None  # that its text serves
     num_prompt_tokens: int
-    num_remembered: int  # tokens of its answer, from before it was preempted
     heading: IntArray  # of its answer, as earlier ones have theirs
 
 
@@ -100,23 +100,22 @@ class Lookup:
         args = (self._vocab_size, self._max_ngram, 1, np.zeros(0, np.int32), 1.0)
         end = np.zeros(1, np.int32)
         self._kernels.grow(
-            end, end, (0, 0), nothing, nothing, rows.table, 0, no_drafts, weights, *args
+            end, end, (_NO_ANSWERS, 0), nothing, nothing, rows.table, 0, no_drafts, weights, *args
         )
 
     def follow(self, request: RequestStep) -> None:
         """See what a step gave; call it for each request in each step, right after it."""
         name = request.request_id
-        if request.room > 0:
+        if request.room > 0 or not request.ends.isdisjoint(request.new_tokens):
             self._idle.discard(name)
         elif name not in self._idle:
             self._idle.add(name)  # it may be about to end, so these are read
-        elif name in self._known and 0 < self._num_unread(request) < _SELDOM:
-            return  # they are read later, all at once; of a request that ends, the last are not
+        elif 0 < self._num_unread(request) < _SELDOM:
+            return  # they are read later, all at once; at the length asked for, the last are not
         if name not in self._known:
             group = request.share_group if request.options.remember else None
-            num_remembered = request.num_output_tokens - len(request.new_tokens)
             opens = self._answers.heading(request.token_ids[: request.num_prompt_tokens])
-            self._known[name] = _Known(group, request.num_prompt_tokens, num_remembered, opens)
+            self._known[name] = _Known(group, request.num_prompt_tokens, opens)
         if self._keeps_texts:
             self._texts.of(request)
         if self._recycles and request.next_tokens is not None:
@@ -151,7 +150,7 @@ class Lookup:
         parents, tokens, paths, evidence = self._kernels.grow(
             request.token_ids[-self._max_ngram :],
             opened(heading, said, self._max_ngram),
-            (int(heading[0]), len(said)),
+            (_NO_ANSWERS if answers is None else answers.same(heading), len(said)),
             (self._nothing if text is None else text).arrays,
             (self._nothing if answers is None else answers.index).arrays,
             self._rows.table,
@@ -174,9 +173,8 @@ class Lookup:
         """A request is gone, known or not; its answer stays."""
         known, text = self._known.pop(request_id, None), self._texts.known(request_id)
         if known is not None and text is not None:
-            answer = text.tokens[known.num_prompt_tokens + known.num_remembered :].copy()
-            opens = None if known.num_remembered else known.heading
-            self._answers.add(known.group, answer, answer, opens)
+            answer = text.tokens[known.num_prompt_tokens :].copy()
+            self._answers.add(known.group, answer, answer, known.heading)
         self._idle.discard(request_id)
         self._texts.forget(request_id)
         self._numbers.forget(request_id)

@@ -126,10 +126,9 @@ class InputCopy(BaseProposer):
         for request_id in request_ids:
             copy = self._copies.pop(request_id, None)
             if copy is not None and copy.remember:
-                answer = np.asarray(copy.output[copy.num_remembered :], np.int32)
-                folded = copy.output_index.tokens[copy.num_remembered :]
-                opens = None if copy.num_remembered else copy.heading
-                self._answers.add(copy.share_group, answer, folded, opens)
+                answer = np.asarray(copy.output, np.int32)
+                folded = copy.output_index.tokens
+                self._answers.add(copy.share_group, answer, folded, copy.heading)
         if self._late is not None:
             self._late.forget(request_ids)
 
@@ -150,8 +149,6 @@ class InputCopy(BaseProposer):
         copy = self._copies.get(request.request_id)
         if copy is None:
             copy = self._copies[request.request_id] = self._start_copy(request)
-            # A request that was preempted comes back with its output.
-            copy.num_remembered = request.num_output_tokens - len(request.new_tokens)
         num_known = request.num_prompt_tokens + len(copy.output)
         if num_known == len(request.token_ids):
             return copy

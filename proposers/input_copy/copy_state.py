@@ -23,7 +23,6 @@ class CopyState:
     source_start: int | None  # of the source in the prompt; None = it is not a part of that
     is_sayable: bool  # the model can say all of the source's tokens
     output: list[int] = field(default_factory=list)  # tokens as they are
-    num_remembered: int = 0  # of these, from before the request was preempted
     cursor: int = 0  # next source token to draft; LOST while the output is not in the source
     num_agreeing: int = 0  # output tokens that led to the cursor
     lost_at: int = LOST  # where the cursor stood when copying stopped

@@ -20,6 +20,7 @@ from vllm_spec_ext.proposers.share_groups import LatestGroups
 from vllm_spec_ext.proposers.text_index.occurrence_index import Match, OccurrenceIndex
 
 _FIRST_ROOM = 1024  # tokens; a group with few answers must not cost as much as one with many
+_MOST_SAME = 32  # answers to one prompt that are known as such
 NUM_MARKS = 9  # of a prompt: with the separator more than a match needs to be among the longest
 
 
@@ -59,25 +60,26 @@ class AnswerMemory:
         self._entries: list[tuple[IntArray, IntArray, IntArray]] = []
         self._index = OccurrenceIndex(min(limit + 1, _FIRST_ROOM))
         self._tokens = np.empty(limit + 1, np.int32)  # of the index, not folded
+        self._same: dict[int, list[tuple[int, int]]] = {}  # of each mark, the latest first
         self.num_added = 0
         """Answers that came so far; what is kept changed if this did."""
 
     def __len__(self) -> int:
         return len(self._index)
 
-    def add(self, answer: IntArray, folded: IntArray, opens: IntArray | None = None) -> None:
+    def add(self, answer: IntArray, folded: IntArray, opens: IntArray) -> None:
         """Remember an answer, of a long one its end.
 
         Args:
             answer: [n] int32 tokens.
             folded: [n] int32 tokens as they are compared.
-            opens: Its :func:`heading`; None if it is only a later part of an answer.
+            opens: Its :func:`heading`.
         """
         if not len(answer):
             return
         half = max(self._limit // 2, 1)
         before = self._separator
-        if opens is not None and len(opens) + len(answer) <= half:
+        if len(opens) + len(answer) <= half:
             before = opens
         rest = max(half - len(before), 1)
         entry = (before, answer[-rest:], folded[-rest:])
@@ -96,6 +98,14 @@ class AnswerMemory:
     def tokens(self) -> IntArray:
         """[len(self)] int32 all answers as they are, each behind its heading; a view."""
         return self._tokens[: len(self)]
+
+    def same(self, opens: IntArray) -> IntArray:
+        """[n, 2] int32: where answers to the same prompt begin and end, the latest ones first.
+
+        Args:
+            opens: Their :func:`heading`.
+        """
+        return np.array(self._same.get(int(opens[0]), ()), np.int32).reshape(-1, 2)
 
     def longest(self, folded: IntArray, max_ngram: int, opens: IntArray) -> Match:
         """Where the end of a request's output stood in an earlier answer.
@@ -117,6 +127,10 @@ class AnswerMemory:
         start = len(self)
         self._index.append(np.concatenate((before, folded)))
         self._tokens[start : len(self)] = np.concatenate((before, answer))
+        if len(before) > 1:
+            same = self._same.setdefault(int(before[0]), [])
+            same.insert(0, (start + len(before), len(self)))
+            del same[_MOST_SAME:]
 
     def _keep_newest(self, num_tokens: int) -> None:
         """Index anew the newest answers of that many tokens together."""
@@ -127,6 +141,7 @@ class AnswerMemory:
                 break
             kept.append(entry)
         self._entries = kept[::-1]
+        self._same = {}
         self._index = OccurrenceIndex(len(self._index))
         for entry in self._entries:
             self._append(*entry)
@@ -167,7 +182,7 @@ class AnswerMemories:
         group: str | None,
         answer: IntArray,
         folded: IntArray,
-        opens: IntArray | None = None,
+        opens: IntArray,
     ) -> None:
         """Remember an answer for requests of its group.
 

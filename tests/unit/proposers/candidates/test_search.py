@@ -15,7 +15,7 @@ from vllm_spec_ext.proposers.candidates.kernels import given_class
 from vllm_spec_ext.proposers.candidates.lookup import Lookup
 from vllm_spec_ext.proposers.candidates.priors import first_log_odds
 from vllm_spec_ext.proposers.draft_tree import tree_problem
-from vllm_spec_ext.proposers.text_index.answer_memory import heading
+from vllm_spec_ext.proposers.text_index.answer_memory import NUM_MARKS, heading
 
 VOCAB = 6
 WEIGHTS = first_log_odds()
@@ -70,11 +70,14 @@ class Definition:
                 best = (agree, [])
             if agree and agree == best[0]:
                 best[1].append(end)
-        places = best[1][:MOST_PLACES]
-        begun = len(heading(np.zeros(1, np.int32), VOCAB)) + self.num_said + len(path)
-        if not own and begun in places and self.answers[:2] == self.said[:2]:
-            return evidence.SAME_ANSWER, [begun]  # there is one earlier answer
-        return best[0], places
+        return best[0], best[1][:MOST_PLACES]
+
+    def same_answer(self, path: list[int]) -> list[int]:
+        """Where the only earlier answer is as far as this one, if the same prompt was given it."""
+        at = NUM_MARKS + 1 + self.num_said + len(path)
+        least = min(self.max_ngram, evidence.LEAST_SAME)
+        agrees = self.answers[max(0, at - least) : at] == (self.said + path)[-least:]
+        return [at] if agrees and at < len(self.answers) else []
 
     def places(self, path: list[int], index: list[int], own: bool) -> tuple[int, list[int]]:
         if path:
@@ -83,7 +86,8 @@ class Definition:
             kept = [at + 1 for at in above if at < len(virtual) and virtual[at] == path[-1]]
             if kept:
                 return length + 1, kept
-        return self.looked_up(path, index, own)
+        same = [] if own else self.same_answer(path)
+        return (evidence.SAME_ANSWER, same) if same else self.looked_up(path, index, own)
 
     def children(self, path: list[int]) -> dict[int, float]:
         if path and path[-1] in self.ends:
@@ -329,21 +333,75 @@ def test_an_answer_elsewhere_in_the_same_answer_is_not_as_far_into_it() -> None:
     assert not is_same_answer(found)
 
 
+def test_many_other_answers_that_begin_alike_do_not_hide_it() -> None:
+    sources = lookup(own_text=False, earlier_answers=100_000, max_ngram=12)
+    opening, answer = [2, 3, 4] * 6, [*[2, 3, 4] * 6, 5, 4, 3, 2, 1]
+    answered(sources, "same", [0, 5], answer)
+    for number in range(300):
+        prompt = [number // 36 % 6, number // 6 % 6, number % 6]
+        answered(sources, f"other {number}", prompt, [*opening, 1, 1])
+    for size in (1, len(opening)):
+        step = request([0, 5, *answer[:size]], name=f"{size}", num_prompt_tokens=2)
+        sources.follow(step)
+        found = sources.grow(step, WEIGHTS, 0.01)
+        assert is_same_answer(found)
+        assert found.tokens.tolist()[:5] == answer[size : size + 5]
+
+
+def test_a_word_in_the_same_place_is_not_the_same_answer() -> None:
+    sources = lookup(own_text=False, earlier_answers=200, max_ngram=12)
+    answered(sources, "other words", [0, 5], [1, 1, 1, 1, 1, 1, 3, 2, 4, 4, 4])
+    step = request([0, 5, 2, 5, 2, 5, 2, 5, 3, 2], num_prompt_tokens=2)
+    sources.follow(step)
+    found = sources.grow(step, WEIGHTS, 0.01)
+    assert found.tokens[0] == 4
+    assert not is_same_answer(found)
+
+
+def test_an_answer_that_was_cut_short_does_not_hide_the_whole_one() -> None:
+    sources = lookup(own_text=False, earlier_answers=200)
+    answer = [1, 2, 3, 4, 5, 5, 4]
+    for name, said in (("whole", answer), ("cut", answer[:3])):
+        answered(sources, name, [0, 5], said)
+    step = request([0, 5, *answer[:3]], num_prompt_tokens=2)
+    sources.follow(step)
+    assert sources.grow(step, WEIGHTS, 0.2).tokens.tolist()[:4] == answer[3:]
+
+
+def test_an_answer_that_was_interrupted_is_known_as_a_whole() -> None:
+    sources = lookup(own_text=False, earlier_answers=200)
+    answer = [1, 2, 3, 4, 5, 5, 4, 2, 2]
+    answered(sources, "preempted", [0, 5], answer[:4])
+    for size in (5, 9):  # it comes back with what it said
+        given: dict[str, Any] = {"num_prompt_tokens": 2, "new_tokens": answer[4:size][-4:]}
+        sources.follow(request([0, 5, *answer[:size]], name="preempted", **given))
+    sources.finish("preempted")
+    for size in (2, 4, 5):
+        step = request([0, 5, *answer[:size]], name=f"{size}", num_prompt_tokens=2)
+        sources.follow(step)
+        assert sources.grow(step, WEIGHTS, 0.2).tokens.tolist()[:4] == answer[size : size + 4]
+
+
 LAST = [3, 4, 5, 5, 4]
 
 
-@pytest.mark.parametrize("steps", [[([2], 8), (LAST, 0)], [([2, *LAST], 0)]])
-def test_of_an_answer_no_more_than_the_last_token_is_lost(
-    steps: list[tuple[list[int], int]],
+@pytest.mark.parametrize(
+    ("steps", "ends"),
+    [
+        ([([2], 8), (LAST, 0), ([0], 0)], ()),  # the last token comes for nothing, and may be lost
+        ([([2, *LAST], 0), ([0], 0)], ()),
+        ([([token], 0) for token in (2, *LAST, 0)], (0,)),  # nothing is drafted in this engine
+    ],
+)
+def test_an_answer_is_remembered_to_its_last_drafted_token(
+    steps: list[tuple[list[int], int]], ends: tuple[int, ...]
 ) -> None:
     sources = lookup(earlier_answers=200)
-    said = [0, 5, 1]
-    sources.follow(request(said, name="earlier", num_prompt_tokens=2))
-    # The last but one leaves no room for a draft, only for one more token, which comes for nothing.
-    for new, room in (*steps, ([0], 0)):
+    said = [0, 5]
+    for new, room in (([1], 8 * (not ends)), *steps):
         said += new
         given: dict[str, Any] = {"num_prompt_tokens": 2, "new_tokens": new, "room": room}
-        sources.follow(request(said, name="earlier", **given))
+        sources.follow(request(said, name="earlier", ends=frozenset(ends), **given))
     sources.finish("earlier")
     again = request([0, 5, 1, 2], num_prompt_tokens=2)
     sources.follow(again)

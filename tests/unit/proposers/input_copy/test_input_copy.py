@@ -464,7 +464,7 @@ def test_state_is_freed_and_a_resumed_request_starts_over() -> None:
     assert session.say(11, 12) == SOURCE[3:]
 
 
-def test_what_is_said_after_a_preemption_is_remembered() -> None:
+def test_an_answer_is_remembered_as_a_whole_after_a_preemption() -> None:
     session = Session(SOURCE, earlier_answers=1000)
     session.say(40, 41, 42)
     session.proposer.finish(["r"])
@@ -474,7 +474,7 @@ def test_what_is_said_after_a_preemption_is_remembered() -> None:
     memory = session.proposer.earlier_answers(UNSALTED)
     assert memory is not None
     said = [token for token in memory.tokens.tolist() if token < 1000]
-    assert said == [40, 41, 42, 43, 44, 45]
+    assert said == [40, 41, 42, 40, 41, 42, 43, 44, 45]
 
 
 def test_what_the_output_ends_with_is_looked_for_in_the_source_too() -> None:

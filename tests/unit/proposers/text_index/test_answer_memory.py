@@ -73,10 +73,26 @@ def test_a_long_answer_is_known_by_its_end_alone() -> None:
     assert memory.following(match, 3).tolist() == [290, 291, 292]
 
 
-def test_a_later_part_of_an_answer_is_no_opening_of_its_prompt() -> None:
-    memory = AnswerMemory(100, SEPARATOR)
-    memory.add(ids(10, 11), ids(10, 11))
-    assert memory.longest(ids(10), 16, heading(ids(1), SEPARATOR)).length == 2
+def test_it_knows_where_answers_to_the_same_prompt_are() -> None:
+    first, second = ids(1, 2), ids(3)
+    asked = [(first, ids(10, 11)), (second, ids(20)), (first, ids(30, 31, 32))]
+    memory = remembered(*asked)
+    for prompt, answers in ((first, [[30, 31, 32], [10, 11]]), (second, [[20]]), (ids(9), [])):
+        same = memory.same(heading(prompt, SEPARATOR))
+        assert same.shape == (len(answers), 2)
+        assert [memory.tokens[start:end].tolist() for start, end in same] == answers
+
+
+def test_what_it_knows_of_a_prompt_is_bounded_and_forgotten_with_the_answers() -> None:
+    memory = remembered(*[(ids(1), ids(number)) for number in range(60)], limit=10_000)
+    same = memory.same(heading(ids(1), SEPARATOR))
+    assert len(same) == 32
+    assert memory.tokens[same[:, 0]].tolist() == list(range(59, 27, -1))
+    others = [(ids(2), ids(*range(number, number + 9))) for number in range(30)]
+    memory = remembered((ids(1), ids(5)), *others, limit=100)
+    assert not len(memory.same(heading(ids(1), SEPARATOR)))
+    last = memory.same(heading(ids(2), SEPARATOR))[0]
+    assert memory.tokens[last[0] : last[1]].tolist() == list(range(29, 38))
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 21, 22, 100])
