@@ -102,9 +102,12 @@ def plain_rows(target: Any, vocab_size: int = 0) -> Tensor | None:
     """[>= vocab_size, hidden_size] weights whose product with a state is its logits, or None.
 
     Args:
-        target: vLLM's model.
+        target: vLLM's model; of one that sees or hears the part that writes, where that has the
+            projection.
         vocab_size: Tokens that it must have.
     """
+    if getattr(target, "lm_head", None) is None:
+        target = getattr(target, "get_language_model", lambda: target)()
     head, processor = getattr(target, "lm_head", None), getattr(target, "logits_processor", None)
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():

@@ -14,7 +14,7 @@ from toy_simulation import BLOCK, BLOCKS, PREFIXES, SCRATCH, update
 
 from vllm_spec_ext.engine.models import block_model as module
 from vllm_spec_ext.engine.models.block_model import BlockModel, BlockSettings
-from vllm_spec_ext.engine.models.block_pass import BlockPass
+from vllm_spec_ext.engine.models.block_pass import BlockPass, ContextRows
 from vllm_spec_ext.engine.models.branches import Scratch
 from vllm_spec_ext.engine.models.filled_blocks import FilledBlocks
 from vllm_spec_ext.engine.models.hosted_model import BatchRow
@@ -326,11 +326,21 @@ def test_blocks_that_are_hit_in_the_step_that_fills_them() -> None:
 
 def test_what_stands_in_front_of_a_picture_is_written_for_others() -> None:
     """vLLM's prefix cache gives it to prompts without one, whose states nobody has any more."""
-    model = block_model(with_states())
+    toy = with_states()
+    written: list[int] = []
+    write = toy.write_context
+
+    def recorded(plan: ContextRows, wait: bool = False) -> None:
+        written.extend(plan.positions.tolist())
+        write(plan, wait)
+
+    toy.write_context = recorded  # type: ignore[method-assign]
+    model = block_model(toy)
     shown, text = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9]
     model.begin_step([replace(batch_row(shown, 0, [3, 4, 5], "p"), num_ids=6)])
     assert model.predict([request_step(shown, "p")], [0], 2, 1) == [None]
     model.end_step(True)
+    assert written == [*range(6)], "the rest serves nobody: what it shows is not drafted for"
     model.begin_step([batch_row(text, BLOCK, [3, 7])])
     assert model.predict([request_step(text)], [0], 2, 1) != [None]
     model.end_step(True)

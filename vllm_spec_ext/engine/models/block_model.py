@@ -256,13 +256,13 @@ class BlockModel:
         return seconds
 
     def _context_part(self, row: BatchRow) -> Part | None:
-        """What to write of a request; marks it as filled. None: nothing, or it has a gap.
-
-        Tokens without ids, too: what is written is made of the target's states alone.
-        """
+        """What to write of a request; marks it as filled. None: nothing, or it has a gap."""
         assert row.state_rows is not None
         room = min(len(row.blocks) * self._block_size, self.max_model_len)
         end = min(row.computed + len(row.state_rows), room)
+        if row.num_ids is not None:
+            # It is drafted nothing; what stands in front of a picture may be in other prompts.
+            end = min(end, row.num_ids)
         start = self._filled(row, end)
         if start >= end or start < row.computed:
             return None

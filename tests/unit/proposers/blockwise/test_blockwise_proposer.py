@@ -50,6 +50,23 @@ class StandInTarget(nn.Module):
         return embedded
 
 
+class SeesPictures(nn.Module):
+    """A target around one that writes, as many of vLLM's are; the projection is the inner one's."""
+
+    def __init__(self, writes: StandInTarget) -> None:
+        super().__init__()
+        self.writes = writes
+
+    def get_language_model(self) -> nn.Module:
+        return self.writes
+
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        return self.writes.compute_logits(hidden)
+
+    def embed_input_ids(self, ids: Tensor) -> Tensor:
+        return self.writes.embed_input_ids(ids)
+
+
 class StandInTokenizer:
     """A vocabulary of numbers."""
 
@@ -178,17 +195,18 @@ def test_heads_see_what_followed_earlier(tmp_path: Path) -> None:
     assert [draft] == drafts([9])
 
 
+@pytest.mark.parametrize("sees", [False, True])
 @pytest.mark.parametrize("plain_projection", [True, False])
 @pytest.mark.parametrize("tree", [True, False])
 def test_a_draft_vocabulary_bounds_what_is_drafted(
-    tmp_path: Path, plain_projection: bool, tree: bool
+    tmp_path: Path, plain_projection: bool, tree: bool, sees: bool
 ) -> None:
     target = StandInTarget()
     if plain_projection:  # as vLLM's: the rows are copied, and the target is not asked
         target.logits_processor = SimpleNamespace(scale=1.0, soft_cap=None)
     listed = torch.tensor([2, 3, 5, 7, 11, 13], dtype=torch.int32)
     folder, heads = save(tmp_path, draft_vocab_size=6, listed=listed)
-    proposer = start(target, folder, tree=tree)
+    proposer = start(SeesPictures(target) if sees else target, folder, tree=tree)
     hidden = torch.randn(5, SIZE)
     drafts = proposer.propose(step(hidden, [3] * 5))
     logits = target.lm_head(heads(hidden))
