@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -285,8 +286,30 @@ def test_bad_options_are_refused(
 
 def test_a_relative_folder_is_refused_where_rays_workers_run() -> None:
     online, nothing = OnlineOptions(folder="learned"), MethodOptions()
+    target: Any = None
     with pytest.raises(SpecExtError, match="folder 'learned', expected an absolute path"):
-        check_online(online, "blockwise", Blockwise, nothing, True, on_ray=True)
+        check_online(online, "blockwise", Blockwise, nothing, True, target, on_ray=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "message"),
+    [
+        ("blockwise", {"model_type": "qwen2_vl"}, "type 'qwen2_vl', expected one that transf"),
+        ("nar", {"model_type": "qwen2_vl"}, "type 'qwen2_vl', expected one that transf"),
+        ("blockwise", {"model_type": "gemma2", "final_logit_softcapping": 30.0}, "capping=30.0"),
+    ],
+)
+def test_targets_that_no_trainer_could_read_are_refused(
+    method: str, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Else all would be recorded, and nothing ever trained."""
+    text = SimpleNamespace(**config)
+    target: Any = SimpleNamespace(
+        model="seer", hf_config=SimpleNamespace(**config, get_text_config=lambda: text)
+    )
+    online, nothing = OnlineOptions(folder=str(tmp_path)), MethodOptions()
+    with pytest.raises(SpecExtError, match=f"target 'seer' .*{message}"):
+        check_online(online, method, Blockwise, nothing, True, target)
 
 
 def test_a_folder_of_other_heads_is_refused(

@@ -22,6 +22,8 @@ STUDENTS = {
     "token_tree": _DRAFT_MODEL,
 }
 """By method; a method of others cannot learn while it serves yet."""
+READ_TARGETS = ("blockwise", "nar")
+"""Methods whose students need weights of the target."""
 
 MOST_WEIGHT = 10.0
 """Of a start that is recorded seldom; more would let a few of them decide a step."""

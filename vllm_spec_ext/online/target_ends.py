@@ -47,23 +47,24 @@ class TargetEnds:
         return self.projection[ids].contiguous(), None if self.bias is None else self.bias[ids]
 
 
-def read_ends(model: str, device: torch.device) -> TargetEnds:
-    """Both ends of a model in a folder or in the local cache of the Hugging Face Hub.
+def check_target(model: str, config: Any) -> None:
+    """Refuse a target past which nothing can be trained.
+
+    Args:
+        model: Its name.
+        config: Its configuration, of `transformers` or as vLLM has it.
 
     Raises:
-        SpecExtError: They are not there as plain matrices in safetensors files, or its logits are
-            not those of its projection.
+        SpecExtError: It is no causal language model, or its logits are not those of its projection.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    try:
-        config = AutoConfig.from_pretrained(model)
-        with torch.device("meta"):
-            skeleton: Any = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError) as error:
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise SpecExtError(
-            f"cannot read the configuration of the target {model!r}: {error}"
-        ) from error
+            f"the target {model!r} is of the type {config.model_type!r}, expected one that "
+            "transformers loads as a causal language model: online training reads its embedding "
+            "and projection so. Leave online out"
+        )
     text = config.get_text_config()
     for name, neutral in _BEHIND_PROJECTION.items():
         value = getattr(text, name, None)
@@ -73,13 +74,33 @@ def read_ends(model: str, device: torch.device) -> TargetEnds:
                 "behind its projection, and a drafter that is trained past that learns another "
                 "distribution. Leave online out"
             )
+
+
+def read_ends(model: str, device: torch.device) -> TargetEnds:
+    """Both ends of a model in a folder or in the local cache of the Hugging Face Hub.
+
+    Raises:
+        SpecExtError: They are not there as plain matrices in safetensors files, or as of
+            :func:`check_target`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise SpecExtError(
+            f"cannot read the configuration of the target {model!r}: {error}"
+        ) from error
+    check_target(model, config)
+    with torch.device("meta"):
+        skeleton: Any = AutoModelForCausalLM.from_config(config)
     head, table = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
     if head is None or table is None:
         raise SpecExtError(f"the target {model!r} has no embedding or no vocabulary projection")
     names: dict[int, list[str]] = {}  # a matrix that is both has two
     for name, value in skeleton.named_parameters(remove_duplicate=False):
         names.setdefault(id(value), []).append(name)
-    tied = bool(getattr(text, "tie_word_embeddings", False))
+    tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
     folder = _local_folder(model)
 
     def read(value: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.online.target_ends import read_ends, where_it_is
+from vllm_spec_ext.online.target_ends import check_target, read_ends, where_it_is
 
 transformers = pytest.importorskip("transformers")
 
@@ -74,6 +74,13 @@ def test_targets_that_change_their_logits_are_refused(
         return
     with pytest.raises(SpecExtError, match=rf"{next(iter(changes))}=.*Leave online out"):
         read_ends(str(tmp_path), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["Llava", "Qwen2VL", "Idefics3"])
+def test_models_around_a_language_model_are_refused(kind: str) -> None:
+    config = getattr(transformers, f"{kind}Config")()
+    with pytest.raises(SpecExtError, match=r"target 'seer' is of the type .*Leave online out"):
+        check_target("seer", config)
 
 
 def test_a_revision_is_read_where_the_engine_found_it(

@@ -5,10 +5,14 @@ from typing import TYPE_CHECKING
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.folder import check_folder, folder_path
+from vllm_spec_ext.online.student import READ_TARGETS
+from vllm_spec_ext.online.target_ends import check_target
 from vllm_spec_ext.online.versions import drafter_hash
 from vllm_spec_ext.options import MethodOptions, OnlineOptions
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
     from vllm_spec_ext.proposers.base import BaseProposer
 
 
@@ -18,6 +22,7 @@ def check_online(
     proposer: "type[BaseProposer]",
     options: MethodOptions,
     share_unsalted: bool,
+    target: "ModelConfig",
     *,
     on_ray: bool = False,
 ) -> None:
@@ -29,6 +34,7 @@ def check_online(
         proposer: Its class.
         options: Its options.
         share_unsalted: As resolved for this engine.
+        target: vLLM's configuration of the target.
         on_ray: Workers are Ray's, and so is their working directory.
 
     Raises:
@@ -46,4 +52,6 @@ def check_online(
             f"online: found the folder {online.folder!r}, expected an absolute path: Ray's workers "
             "have a working directory of their own"
         )
+    if method in READ_TARGETS:
+        check_target(target.model, target.hf_config)
     check_folder(folder_path(online), method, drafter_hash(proposer.drafter_files(options)))

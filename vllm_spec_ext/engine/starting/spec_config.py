@@ -252,6 +252,7 @@ def build_spec_config(
             proposer,
             parsed.options,
             share_unsalted,
+            target_model_config,
             on_ray=target_parallel_config.distributed_executor_backend == "ray",
         )
     all_views = proposer.views(parsed.options)
