@@ -25,6 +25,8 @@ from worker_counts import kept_counts
 
 from vllm_spec_ext.engine.v2 import rejection
 from vllm_spec_ext.engine.v2.late_tables import late_steps
+from vllm_spec_ext.proposers.base import UNSALTED
+from vllm_spec_ext.proposers.text_index.answer_memory import NUM_MARKS
 
 COPY: dict[str, Any] = {"method": "input_copy", "num_speculative_tokens": 8}
 NGRAM = {"method": "adaptive_ngram", "num_speculative_tokens": 4, "tree": False}
@@ -43,6 +45,15 @@ FEW_IDS = [40, 42, 44]
 FEW = {"allowed_token_ids": FEW_IDS, "ignore_eos": True}
 LENGTHS = (12, 60, 33, 1, 70, 2, 47, 59)
 REPEATED = Scenario([{"max_tokens": n, **FEW} for n in LENGTHS], PROMPTS)
+TOGETHER = Scenario(
+    [
+        {"max_tokens": 30, "temperature": 1.0, "seed": 7, **FEW},
+        {"max_tokens": 20, "structured_outputs": {"regex": "(ab|cd){3,9}[0-9]+x"}},
+        {"max_tokens": 30, "presence_penalty": 1.0, "frequency_penalty": 0.5, **FEW},
+        {"max_tokens": 30, "temperature": 0.7, "seed": 8, "top_k": 2, "logprobs": 2, **FEW},
+    ],
+    PROMPTS,
+)
 
 
 @pytest.fixture(scope="module", params=LATE)
@@ -131,16 +142,7 @@ def test_same_tokens(name: str, plain: Any, copies: Any) -> None:
 
 
 def test_sampling_grammars_and_penalties_together(plain: Any, engine: Any) -> None:
-    scenario = Scenario(
-        [
-            {"max_tokens": 30, "temperature": 1.0, "seed": 7, **FEW},
-            {"max_tokens": 20, "structured_outputs": {"regex": "(ab|cd){3,9}[0-9]+x"}},
-            {"max_tokens": 30, "presence_penalty": 1.0, "frequency_penalty": 0.5, **FEW},
-            {"max_tokens": 30, "temperature": 0.7, "seed": 8, "top_k": 2, "logprobs": 2, **FEW},
-        ],
-        PROMPTS,
-    )
-    assert tokens(run(engine, scenario)) == tokens(run(plain, scenario))
+    assert tokens(run(engine, TOGETHER)) == tokens(run(plain, TOGETHER))
 
 
 def read_last_step(engine: Any) -> None:
@@ -185,6 +187,17 @@ def test_as_many_drafts_as_with_synchronous_scheduling(
         assert late < 0.75 * num_tokens
     else:  # an n-gram is learned one step late, and these short texts have hardly any others
         assert late <= (1.02 if config is COPY else 1.1) * sync
+
+
+def test_a_fresh_proposer_hears_nothing_of_requests_before_it(copies: Any) -> None:
+    run(fresh(copies), TOGETHER)
+    fresh(copies)  # the last step of the run is only read with the next one, or here
+    for _ in range(2):  # of the second one the last step may not have been read
+        run(copies, Scenario([{"max_tokens": 4, **FEW}], PROMPTS[:1]))
+    answers = runner_of(copies).drafter._proposer.earlier_answers(UNSALTED)
+    assert answers is not None
+    headings, own = 2 * (NUM_MARKS + 1), 2 * 4
+    assert 0 < len(answers) <= headings + own, "no other answers, of up to 70 tokens"
 
 
 def test_an_old_query_drafts_less(
