@@ -106,9 +106,10 @@ class SpecWorkerMixin:
 
     def spec_ext_reset(self) -> None:
         """Forget what the proposer learned, for measurements that must start cold."""
-        late = getattr(self.model_runner, "late_steps", None)  # of the V2 runner alone
-        if late is not None:
-            late.read()  # the last step's: else the next one would tell the fresh proposer
+        if self.use_v2_model_runner:
+            late = cast("SpecRunnerV2Mixin", self.model_runner).late_steps
+            if late is not None:
+                late.read()  # the last step's: else the next one would tell the fresh proposer
         self.model_runner.drafter.reset()
 
     def spec_ext_flush(self) -> None:
