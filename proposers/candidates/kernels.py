@@ -25,7 +25,7 @@ from vllm_spec_ext.proposers.candidates.evidence import (
     TOGETHER,
     matched_class,
 )
-from vllm_spec_ext.proposers.text_index.occurrence_kernels import latest_places
+from vllm_spec_ext.proposers.text_index.occurrence_kernels import agreeing_tokens, latest_places
 
 WAYS = 4  # slots in which an entry of the table of recycled rows may stand
 NO_CONTEXT = -1  # in place of the token before the last: an entry of one token of context
@@ -136,9 +136,7 @@ def _same_answers(text, begin, end, tokens, asked, depth, max_ngram, found):  # 
         at = same[i, 0] + size + depth
         if at >= same[i, 1]:
             continue  # it ended before
-        agree = 0
-        while agree < limit and agree < at and tokens[at - 1 - agree] == text[end - 1 - agree]:
-            agree += 1
+        agree = agreeing_tokens(tokens, at - 1, text[begin:end], limit, 0)
         if agree > longest:
             count, longest = 0, agree
         if agree == longest and count < len(found):

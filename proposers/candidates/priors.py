@@ -6,10 +6,9 @@ rewrite or correct, none of them among those that the documentation measures: 64
 of 32 nodes, three passes over an engine that began empty. A logistic regression of whether a node
 behind an accepted one is accepted, in which nodes that are unlikely anyway count less, and which is
 held to numbers that 120 other answers gave. Where a class hardly occurred, the number is a guess,
-and so are those of answers to the same prompt.
-Those of drafters came later, in the same way, the others as they are: 58 answers with the heads of
-this package and with its block drafter, of 64 tokens, one pass, to none of the questions that the
-documentation measures.
+and so are those of answers to the same prompt. Those of drafters came later, in the same way, the
+others as they are: 58 answers with the heads of this package and with its block drafter, of 64
+tokens, one pass, to none of the questions that the documentation measures.
 """
 
 import numpy as np

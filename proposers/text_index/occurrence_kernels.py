@@ -55,7 +55,7 @@ def link(tokens, start, end, previous, keys, heads):  # type: ignore[no-untyped-
 
 
 @kernel
-def _agreeing(tokens, i, suffix, limit, known):  # type: ignore[no-untyped-def]
+def agreeing_tokens(tokens, i, suffix, limit, known):  # type: ignore[no-untyped-def]
     """Tokens up to position i that agree with the end of a suffix, at most `limit`; `known` do."""
     agree, last = known, suffix.size - 1
     while agree < limit and i >= agree and tokens[i - agree] == suffix[last - agree]:
@@ -88,7 +88,7 @@ def longest(  # type: ignore[no-untyped-def]
         while i != NO_POSITION and compared < most:
             if i < end:
                 compared += 1
-                agree = _agreeing(tokens, i, suffix, limit, order + 1)
+                agree = agreeing_tokens(tokens, i, suffix, limit, order + 1)
                 if agree > length:
                     length, count, latest, following = agree, 0, i + 1, NO_POSITION
                 if agree == length:
@@ -134,7 +134,7 @@ def latest_places(suffix, size, index, own, found):  # type: ignore[no-untyped-d
         while i != NO_POSITION and visited < _MOST_VISITED:
             if i < end:
                 visited += 1
-                agree = _agreeing(tokens, i, suffix[:size], size, order + 1)
+                agree = agreeing_tokens(tokens, i, suffix[:size], size, order + 1)
                 if agree > length:
                     count, length = 0, agree
                 if agree == length and count < len(found):
