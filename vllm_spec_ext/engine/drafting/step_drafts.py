@@ -265,6 +265,8 @@ class StepDrafts:
 
     def _follow_shadows(self, step: Step, requests: Sequence[RequestStep]) -> list[StepOutcome]:
         """Outcomes of drafts that were not verified, as far as they are known now."""
+        if not self._shadows:
+            return []
         outcomes, result = self._shadows.follow(requests)
         # An answer that is over goes on no more, and its session may wait for long.
         over = (state.over_at is not None for state in step.states)

@@ -25,20 +25,20 @@ class _Growing:
 
     def __init__(self, values: Sequence[int]) -> None:
         self._array = np.array(values, np.int32)
-        self._length = len(values)
+        self.length = len(values)
 
     def append(self, values: Sequence[int]) -> None:
-        end = self._length + len(values)
+        end = self.length + len(values)
         if end > len(self._array):
             larger = np.empty(2 * end, np.int32)
-            larger[: self._length] = self._array[: self._length]
+            larger[: self.length] = self._array[: self.length]
             self._array = larger
-        self._array[self._length : end] = values
-        self._length = end
+        self._array[self.length : end] = values
+        self.length = end
 
     @property
     def view(self) -> NDArray[np.int32]:
-        return self._array[: self._length]
+        return self._array[: self.length]
 
 
 class _Request:
@@ -100,7 +100,7 @@ class KnownRequests:
 
     def num_tokens(self, request_id: str) -> int:
         """Verified tokens of a request, the prompt included."""
-        return len(self._requests[request_id].tokens.view)
+        return self._requests[request_id].tokens.length
 
     def num_ids(self, request_id: str) -> int | None:
         """Leading tokens that have ids, of a prompt with embeddings or pictures; None: all do."""

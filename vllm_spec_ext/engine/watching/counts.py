@@ -32,7 +32,7 @@ class WorkerCounts:
 
     def __init__(self) -> None:
         """Nothing is counted yet."""
-        self._counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self._counts: dict[str, float] = {}
         self._news: News = {}
         self._told: dict[str, tuple[float, ...]] = {}  # totals of each model
 
@@ -44,7 +44,10 @@ class WorkerCounts:
         """
         found = self._counts
         for name, count in counts.items():
-            found[name] += count
+            if name not in COUNTERS:
+                raise KeyError(name)
+            if count:
+                found[name] = found.get(name, 0) + count
 
     def time(self, microseconds: float) -> None:
         """Count one call of the proposer."""
@@ -72,10 +75,9 @@ class WorkerCounts:
     def take(self) -> News:
         """What is new; it counts as told."""
         news, self._news = self._news, {}
-        moved = {name: float(count) for name, count in self._counts.items() if count}
-        if moved:
-            news["counts"] = moved
-            self._counts = dict.fromkeys(COUNTERS, 0)
+        if self._counts:
+            news["counts"] = {name: float(count) for name, count in self._counts.items()}
+            self._counts = {}
         return news
 
 
