@@ -24,6 +24,7 @@ from vllm_spec_ext.proposers.records import (
     IntArray,
     NextTokens,
     RequestFacts,
+    RequestLimits,
     RequestStep,
     StepContext,
     StepOutcome,
@@ -52,6 +53,7 @@ __all__ = [
     "Proposer",
     "ProposerInfo",
     "RequestFacts",
+    "RequestLimits",
     "RequestStep",
     "StepContext",
     "StepOutcome",
@@ -251,6 +253,15 @@ class BaseProposer(ABC):
 
         Called once, when the engine shuts down or a fresh proposer takes this one's place. Not
         part of :class:`Proposer`: a class without it is just dropped.
+        """
+
+    @staticmethod
+    def check_request(options: RequestOptions, limits: RequestLimits) -> None:
+        """Refuse what is wrong whatever the prompt is; raises RequestOptionError.
+
+        Called in the front end before the answer begins, on its event loop: of an answer that is
+        streamed nothing can be HTTP 400 later. So it takes no time; what long options hold is left
+        to :meth:`resolve_request`.
         """
 
     @staticmethod

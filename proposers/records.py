@@ -182,12 +182,18 @@ class TargetFacts:
 
 
 @dataclass(frozen=True)
-class RequestFacts:
+class RequestLimits:
+    """What bounds the options of every request."""
+
+    vocab_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestFacts(RequestLimits):
     """What is known about a request before it is drafted for."""
 
     prompt: IntArray  # [n] int32 token ids
-    vocab_size: int
-    max_model_len: int
     tokenizer: Any = None  # the front end's; None in the engine, and where there is none
 
 

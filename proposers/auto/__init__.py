@@ -25,6 +25,7 @@ from vllm_spec_ext.proposers.base import (
     ModelSpec,
     Needs,
     RequestFacts,
+    RequestLimits,
     StepContext,
     StepOutcome,
     TargetFacts,
@@ -110,6 +111,11 @@ class Auto(BaseProposer):
     def drafts_late(cls, options: MethodOptions) -> bool:
         """Without a drafter, or with one that does."""
         return why_not_late(cast(AutoOptions, options)) is None
+
+    @staticmethod
+    def check_request(options: RequestOptions, limits: RequestLimits) -> None:
+        """As of ``input_copy``; raises RequestOptionError."""
+        InputCopy.check_request(options, limits)
 
     @staticmethod
     def resolve_request(options: RequestOptions, facts: RequestFacts) -> InputCopyRequest:

@@ -30,6 +30,7 @@ from vllm_spec_ext.proposers.base import (
     ModelSpec,
     Needs,
     RequestFacts,
+    RequestLimits,
     RequestStep,
     StepContext,
     StepOutcome,
@@ -139,6 +140,11 @@ class Cascade(BaseProposer):
             for level in asked.levels
             if isinstance(level, ViewLevel)
         ]
+
+    @staticmethod
+    def check_request(options: RequestOptions, limits: RequestLimits) -> None:
+        """As of ``input_copy``, which may be a level; raises RequestOptionError."""
+        InputCopy.check_request(options, limits)
 
     @staticmethod
     def resolve_request(options: RequestOptions, facts: RequestFacts) -> InputCopyRequest:

@@ -23,6 +23,7 @@ from vllm_spec_ext.proposers.base import (
     IntArray,
     LateDrafter,
     RequestFacts,
+    RequestLimits,
     RequestStep,
     StepContext,
     StepOutcome,
@@ -337,6 +338,13 @@ class InputCopy(BaseProposer):
         return match if len(answers.following(match, 1)) else None
 
     @staticmethod
+    def check_request(options: RequestOptions, limits: RequestLimits) -> None:
+        """Look at the ids of a source; raises RequestOptionError."""
+        assert isinstance(options, InputCopyRequest)
+        if options.source_token_ids is not None:
+            _check_source("source_token_ids", options.source_token_ids, limits)
+
+    @staticmethod
     def resolve_request(options: RequestOptions, facts: RequestFacts) -> InputCopyRequest:
         """Turn markers and text into token positions, while the request can still be refused.
 
@@ -352,8 +360,7 @@ class InputCopy(BaseProposer):
                 f"ends at token {shown(options.source_span[1])}, but the prompt has "
                 f"{len(facts.prompt)} tokens; expected an end of at most {len(facts.prompt)}",
             )
-        if options.source_token_ids is not None:
-            _check_source("source_token_ids", options.source_token_ids, facts)
+        InputCopy.check_request(options, facts)
         needs_tokenizer = "source_markers" if options.source_markers else "source_text"
         given = options.source_markers or options.source_text
         if given is None:
@@ -385,18 +392,18 @@ def _tokenise(text: str, facts: RequestFacts) -> list[int]:
     return ids
 
 
-def _check_source(name: str, ids: Sequence[int], facts: RequestFacts) -> None:
-    limit = _MAX_SOURCE_LENGTHS * facts.max_model_len
+def _check_source(name: str, ids: Sequence[int], limits: RequestLimits) -> None:
+    limit = _MAX_SOURCE_LENGTHS * limits.max_model_len
     if len(ids) > limit:
         raise RequestOptionError(
             name,
             f"found {len(ids)} tokens, expected at most {limit} with max_model_len="
-            f"{facts.max_model_len}; give the part that may be copied",
+            f"{limits.max_model_len}; give the part that may be copied",
         )
     for wrong in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= wrong < facts.vocab_size:
+        if not 0 <= wrong < limits.vocab_size:
             raise RequestOptionError(
                 name,
-                f"found token id {shown(wrong)}, but the model has {facts.vocab_size} tokens; "
-                f"expected ids from 0 to {facts.vocab_size - 1}",
+                f"found token id {shown(wrong)}, but the model has {limits.vocab_size} tokens; "
+                f"expected ids from 0 to {limits.vocab_size - 1}",
             )

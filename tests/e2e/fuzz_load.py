@@ -39,7 +39,8 @@ NAME = "tiny"
 AT_ONCE = 64
 LIMIT_S = 120.0  # no answer by then is a hang
 START_S = 300.0
-MAX_GROWTH_BYTES = 300 << 20
+MAX_GROWTH_BYTES = 100 << 20  # 10,000 requests took 51 MiB at most (docs/serving.md)
+SOON_READ = 4096  # characters of options that are looked at before a stream's status is sent
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "input_copy": {"method": "input_copy", "num_speculative_tokens": 8},
     "adaptive_ngram": {"method": "adaptive_ngram", "num_speculative_tokens": 12},
@@ -253,9 +254,10 @@ async def send(
         report.statuses["broken"] += 1
         report.fail(request, f"the connection broke: {error!r}")
         return None
+    sent_first = status
     status, message = _outcome(status, body.decode(errors="replace"))
     report.statuses[str(status)] += 1
-    wrong = _judge(request, status, message)
+    wrong = _judge(request, status, message, came_late=status != sent_first)
     if (
         wrong is None
         and request.good is not None
@@ -278,8 +280,10 @@ def _outcome(status: int, text: str) -> tuple[int, str]:
     return status, text
 
 
-def _judge(request: FuzzRequest, status: int, message: str) -> str | None:
-    """What is wrong with an answer."""
+def _judge(
+    request: FuzzRequest, status: int, message: str, *, came_late: bool = False
+) -> str | None:
+    """What is wrong with an answer, or with an error that came in a stream, behind its status."""
     if status >= 500:
         return f"HTTP {status}: {message[:1000]}"
     if len(message) > 20_000 and status >= 400 and request.names:
@@ -291,7 +295,15 @@ def _judge(request: FuzzRequest, status: int, message: str) -> str | None:
     plain = message.replace("\\\\", "\\")
     if request.names and not any(name in plain for name in request.names):
         return f"HTTP {status} that names none of {request.names}: {message[:1000]}"
+    if came_late and request.names and not _may_come_late(request, plain):
+        return f"refused in the stream alone, expected HTTP 400: {message[:1000]}"
     return None
+
+
+def _may_come_late(request: FuzzRequest, message: str) -> bool:
+    """Of what the prompt tells, and of options that take long to read."""
+    told_by_prompt = ("source_span", "source_markers")
+    return len(request.body) > SOON_READ or any(name in message for name in told_by_prompt)
 
 
 def replay_vllms_own(server: Server) -> dict[str, int]:

@@ -258,6 +258,7 @@ def test_64_streams_get_the_same_text_and_the_counters_agree(server: str, plain:
         ({"spec_ext.max_draft_tokens": "many"}, ["spec_ext.max_draft_tokens", "found 'many'"]),
         ({"spec_ext": "{broken"}, ["spec_ext", "not valid JSON"]),
         ({"spec_ext.source_text": ["a", "b"]}, ["spec_ext.source_text"]),
+        ({"spec_ext.source_token_ids": [2**40]}, ["spec_ext.source_token_ids", "found token id"]),
     ],
 )
 def test_wrong_options_get_400_and_the_server_goes_on(

@@ -56,6 +56,25 @@ def test_what_a_proposer_writes_into_a_request_gives_it_no_more_room(
     assert max(made) == 8
 
 
+def test_a_proposer_that_takes_requests_away_costs_drafts_alone(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(STRICT)
+    engine = make_engine(speculative_config={"method": "noise", "adaptive_length": False})
+    asked: Any = []
+
+    def take_away(step: Any) -> list[Draft]:
+        asked.append(len(step.requests))
+        drafts = [chain([7]) for _ in step.requests]
+        step.requests.pop()
+        return drafts
+
+    monkeypatch.setattr(runner_of(engine).drafter._proposer, "propose", take_away)
+    expected = tokens(run(make_engine(), SCENARIOS["mixed_lengths"]))
+    assert tokens(run(engine, SCENARIOS["mixed_lengths"])) == expected
+    assert max(asked) > 1
+
+
 def test_strictness_is_for_developers(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(speculative_config={"method": "broken"})
     drafter = runner_of(engine).drafter

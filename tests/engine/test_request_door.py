@@ -111,6 +111,9 @@ async def add_request(self: Any, request_id: str, prompt: Any, params: Any) -> A
         ({"spec_ext": '{"max_draft_tokens": "many"}'}, "spec_ext.max_draft_tokens"),
         ({"eta_alpha": 0.1}, "eta_alpha"),
         ({"spec_ext.scorer": '{"type": "typical"}'}, "spec_ext.scorer"),  # the server has no rule
+        ({"spec_ext.source_token_ids": [1, 512]}, "spec_ext.source_token_ids"),
+        ({"spec_ext": '{"source_token_ids": [1099511627776]}'}, "spec_ext.source_token_ids"),
+        ({"spec_ext.source_token_ids": [1] * 513}, "spec_ext.source_token_ids"),
         ({"spec_ext.source_span": [0, 9]}, None),  # the prompt tells
         ({"spec_ext.source_text": "x" * 5000, "spec_ext.source_spam": 1}, None),  # takes long
         ({"spec_ext": '{"source_spam": "' + "x" * 5000 + '"}'}, None),

@@ -25,7 +25,7 @@ from vllm_spec_ext.engine.requests.options import (
     with_facts,
 )
 from vllm_spec_ext.errors import RequestOptionError
-from vllm_spec_ext.proposers.base import RequestFacts
+from vllm_spec_ext.proposers.base import RequestFacts, RequestLimits
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.proposers.input_copy.options import InputCopyRequest
 from vllm_spec_ext.scorers.options import TopKRule
@@ -36,7 +36,10 @@ SETTINGS: Any = SimpleNamespace(method="input_copy", rule=None)  # what the fron
 
 
 def facts(prompt: Sequence[int] = (5, 6, 7)) -> RequestFacts:
-    return RequestFacts(np.array(prompt, np.int32), vocab_size=100, max_model_len=50)
+    return RequestFacts(prompt=np.array(prompt, np.int32), vocab_size=100, max_model_len=50)
+
+
+FORM = partial(check_form, limits=RequestLimits(vocab_size=100, max_model_len=50))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_wrong_options_name_the_field(
         ("eta_cutof", "eta_cutoff"),
     ],
 )
-@pytest.mark.parametrize("check", [check_form, partial(resolve, facts=facts())])
+@pytest.mark.parametrize("check", [FORM, partial(resolve, facts=facts())])
 def test_keys_that_are_nearly_ours_are_not_passed_over(
     name: str, meant: str, check: Callable[[Any, dict[str, Any]], object]
 ) -> None:
@@ -249,7 +252,7 @@ def test_large_numbers_arrive_as_numbers_that_travel() -> None:
 @pytest.mark.parametrize(
     ("place", "check"),
     [
-        (f"{check_form.__module__}.parse_options", check_form),
+        (f"{check_form.__module__}.parse_options", FORM),
         (f"{InputCopy.__module__}.InputCopy.resolve_request", partial(resolve, facts=facts())),
     ],
     ids=["options' class", "method"],

@@ -162,7 +162,7 @@ class StepDrafts:
             hidden = sample_hidden_states[[last[row] for row in rows]]
         plain_seconds = None if self.budget is None else self.budget.plain_seconds(len(requests))
         context = StepContext(
-            requests,
+            tuple(requests),  # which a proposer cannot take apart
             hidden,
             allowance.min_probability,
             plain_seconds,

@@ -31,7 +31,7 @@ from vllm_spec_ext.engine.requests.options import (
 )
 from vllm_spec_ext.errors import RequestOptionError
 from vllm_spec_ext.on_import import when_imported
-from vllm_spec_ext.proposers.base import RequestFacts
+from vllm_spec_ext.proposers.base import RequestFacts, RequestLimits
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
@@ -162,8 +162,10 @@ def _refuse_form(processor: "InputProcessor", params: "SamplingParams") -> None:
     """Of options that were not resolved yet."""
     if not _is_unresolved(processor, params):
         return
+    model = processor.model_config
+    limits = RequestLimits(model.get_vocab_size(), model.max_model_len)
     try:
-        check_form(cast("MethodSettings", _settings(processor)), params.extra_args)
+        check_form(cast("MethodSettings", _settings(processor)), params.extra_args, limits)
     except RequestOptionError as error:
         raise _refusal(error) from error
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_spec_ext.errors import RequestOptionError, SpecExtError, shown
 from vllm_spec_ext.options import RequestOptions, parse_json, parse_options
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.proposers.base import UNSALTED, RequestFacts
+from vllm_spec_ext.proposers.base import UNSALTED, RequestFacts, RequestLimits
 from vllm_spec_ext.scorers.narrow import narrow
 from vllm_spec_ext.scorers.options import EtaOptions
 
@@ -191,10 +191,16 @@ def check_options(
         RequestOptionError: Naming the field.
     """
     options = _well_formed(settings, extra_args)
-    try:
+    with _as_written():
         return registry.load(settings.method).resolve_request(options, facts)
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """A proposer knows its fields by their bare names; the client wrote the prefix."""
+    try:
+        yield
     except RequestOptionError as error:
-        # A proposer knows its fields by their bare names; the client wrote the prefix.
         message = str(error).removeprefix(f"{error.parameter}: ")
         raise RequestOptionError(_PREFIX + error.parameter, message) from error
 
@@ -234,7 +240,9 @@ def resolve(
     return {**others, KEY: resolved}
 
 
-def check_form(settings: "MethodSettings", extra_args: Mapping[str, Any] | None) -> None:
+def check_form(
+    settings: "MethodSettings", extra_args: Mapping[str, Any] | None, limits: RequestLimits
+) -> None:
     """Refuse what is wrong whatever the prompt is, where that is soon told.
 
     Long options are left to :func:`resolve`, which may run beside the event loop.
@@ -250,7 +258,9 @@ def check_form(settings: "MethodSettings", extra_args: Mapping[str, Any] | None)
         if _size(values) > _SOON_READ:
             return
         parse_eta(extra_args)
-        _well_formed(settings, {KEY: values})
+        options = _well_formed(settings, {KEY: values})
+        with _as_written():
+            registry.load(settings.method).check_request(options, limits)
 
 
 @contextmanager

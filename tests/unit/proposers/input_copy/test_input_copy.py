@@ -59,7 +59,12 @@ class WordTokenizer:
 
 
 def facts(prompt: Sequence[int], tokenizer: Any = None, max_model_len: int = 1000) -> RequestFacts:
-    return RequestFacts(np.array(prompt, np.int32), 100, max_model_len, tokenizer)
+    return RequestFacts(
+        prompt=np.array(prompt, np.int32),
+        vocab_size=100,
+        max_model_len=max_model_len,
+        tokenizer=tokenizer,
+    )
 
 
 class Session:
