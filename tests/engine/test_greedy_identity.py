@@ -2,6 +2,7 @@
 """Greedy float32 output is token-identical to plain decoding, whatever is drafted."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from scenarios import PROMPTS, SCENARIOS, Scenario
 
 from vllm_spec_ext.engine.drafting import drafter
 from vllm_spec_ext.engine.row_padding import Layer, RowPadding
+from vllm_spec_ext.engine.trees import attention
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import Draft, StepContext, StepOutcome
 from vllm_spec_ext.proposers.draft_tree import parents_of
@@ -35,6 +37,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "recycling": {"method": "recycling", "num_speculative_tokens": 12, **ALWAYS_DRAFT},
     "adaptive_ngram_chain": {**NGRAMS, "num_speculative_tokens": 6, "tree": False},
 }
+
+
+WARMED = ("walk", "eta", "top_columns", "multi_step")  # of a proposer that draws trees
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -217,14 +222,20 @@ def test_rows_are_measured_when_an_engine_starts(
     assert runner_of(engine).row_padding.quickest == (0, 4)
 
 
-def test_eta_is_compiled_when_an_engine_starts(
+def test_kernels_are_compiled_when_an_engine_starts(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What that covers is held by tests/unit/test_compiled_at_start.py."""
-    called: list[bool] = []
-    monkeypatch.setattr(drafter, "warm_up_eta", lambda: called.append(True))
-    make_engine(speculative_config={"method": "noise", "num_speculative_tokens": 2})
-    assert called
+    called: set[str] = set()
+    places = [(drafter, name) for name in vars(drafter) if name.startswith("warm_up_")]
+    for module, name in [*places, (attention, "warm_up")]:
+        monkeypatch.setattr(module, name, partial(called.add, f"{module.__name__}.{name}"))
+    drawn = {"method": "drawn", "num_speculative_tokens": 2}
+    make_engine(speculative_config=drawn)
+    assert called == {
+        *(f"{drafter.__name__}.warm_up_{name}" for name in WARMED),
+        f"{attention.__name__}.warm_up",
+    }
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle_tree", "noise"])

@@ -98,8 +98,61 @@ for size in (500, 5000):
 check(at_start)
 """
 
+WALK = """
+import numpy as np
+import torch
+
+from vllm_spec_ext.scorers.walk.tree import walk, walk_samples, warm_up
+
+warm_up()
+at_start = compiled()
+tree = np.array([-1, 0, -1, -1]), np.array([5, 6, 7, 5]), np.array([0, 3, 4])
+choices = np.array([5, 6, 9, 8, 5, 3], np.int32)
+assert walk_samples(*tree, choices).num_accepted.tolist() == [2, 1]
+walk(*tree, choices, tolerated=torch.ones(4, dtype=torch.bool), draft_logits=torch.zeros(4))
+check(at_start)
+"""
+
+MULTI_STEP = """
+import numpy as np
+import torch
+
+from vllm_spec_ext.scorers.walk.multi_step import draw_uniforms, multi_step, warm_up
+
+warm_up()
+at_start = compiled()
+starts, rows = np.array([0, 3]), torch.full((4, 8), 0.125)
+tree = np.array([-1, 0, -1]), np.array([5, 6, 7])
+for kind in ("iid", "without_replacement"):
+    multi_step(rows, *tree, starts, rows[:3], uniforms=draw_uniforms(starts), drawn=kind)
+check(at_start)
+"""
+
+PLAN = """
+import numpy as np
+
+from vllm_spec_ext.engine.trees.plan import RequestRows, build_plan, warm_up
+
+warm_up()
+at_start = compiled()
+requests = [RequestRows(0, 4, 5, [-1, 0, -1]), RequestRows(4, 2, 3), RequestRows(6, 3, 9, [-1, -1])]
+blocks = [np.arange(4, dtype=np.int32) + 4 * row for row in range(3)]
+plan = build_plan(requests, blocks, 4, np.arange(20, 28))
+assert len(plan.request_of) > 3
+plan.commits(np.array([[2, -1], [-1, -1], [1, -1]]), np.array([1, 0, 1]))
+check(at_start)
+"""
+
 METHODS = ("input_copy", "adaptive_ngram", "suffix_tree", "recycling", "auto")
-CASES = {**dict.fromkeys(METHODS, METHOD), "eta": ETA, "rules": RULES, "top_columns": TOP_COLUMNS}
+CASES = {
+    **dict.fromkeys(METHODS, METHOD),
+    "eta": ETA,
+    "rules": RULES,
+    "top_columns": TOP_COLUMNS,
+    "walk": WALK,
+    "multi_step": MULTI_STEP,
+    "plan": PLAN,
+}
 
 
 def _failure_of(name: str) -> str:
