@@ -116,6 +116,14 @@ CHECKS = (
         240.0,
     ),
     Check(
+        "gpu_default",
+        "default:gpu_default",
+        "a method with nothing else given drafts on the device, in full graphs, with drafts and "
+        "without, in the memory that vLLM measured",
+        "v2",
+        alone=True,
+    ),
+    Check(
         "draft_graphs",
         "draft_passes:draft_graphs",
         "passes of draft models from CUDA graphs draft what they drafted without, and their times",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpu_check import builders, graphs, identity, late
+from gpu_check import builders, default, graphs, identity, late
 from gpu_check.site import CheckFailed, Site
 
 
@@ -68,3 +68,13 @@ def test_graphs_of_the_v2_runner_are_counted(site: Site, monkeypatch: pytest.Mon
     with pytest.raises(CheckFailed, match="PIECEWISE graphs") as caught:
         graphs.full_graphs(site)
     assert caught.value.found["trees"]["NONE with tree"] > 5
+
+
+def test_the_default_on_a_gpu(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = default.gpu_default(site)
+    assert found["compared"] > 1000
+    assert found["design"]["drafts"] == "on the device"
+    waits = site.engine(speculative_config={"method": "input_copy", "num_speculative_tokens": 8})
+    monkeypatch.setattr(default, "_by_default", lambda site: waits)
+    with pytest.raises(CheckFailed, match=r"found .*on the host.*, expected .*WidthScheduler"):
+        default.gpu_default(site)

@@ -73,6 +73,37 @@ def test_log_probabilities_of_any_number_of_dimensions(dtype: torch.dtype) -> No
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("num_columns", [1, 255, 256, 5003])
+def test_log_probabilities_of_flat_and_of_sharp_rows(num_columns: int, spread: float) -> None:
+    draw = torch.Generator().manual_seed(3)
+    wide = torch.randn(4, num_columns + 7, generator=draw) * spread + 1000.0
+    logits = wide[:, 3 : 3 + num_columns]  # of padded vocabularies
+    logits[1, num_columns // 2 :] = -torch.inf
+    logits[1, 0] = 5.0
+    log_probs, tokens = top_log_probs(logits, 6)
+    exact = logits.double().log_softmax(dim=-1).gather(-1, tokens)
+    torch.testing.assert_close(log_probs.double(), exact, atol=2e-5, rtol=1e-6)
+
+
+def test_of_equal_entries_the_first_come_first() -> None:
+    scores = torch.zeros(2, 3000)
+    scores[1, [7, 300, 2999]] = 1.0
+    values, columns = top_columns(scores, 5)
+    assert columns.tolist() == [[0, 1, 2, 3, 4], [7, 300, 2999, 0, 1]]
+    assert values[1].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("count", [255, 257, 1000])
+def test_as_many_as_there_are_chunks_and_more(count: int) -> None:
+    scores = torch.randn(2, 3000, generator=torch.Generator().manual_seed(4))
+    values, columns = top_columns(scores, count)
+    expected = scores.topk(count, dim=-1)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(columns, expected.indices)
+
+
+@pytest.mark.usefixtures("way")
 def test_what_is_no_number_names_tokens_all_the_same() -> None:
     _, columns = top_columns(torch.full((2, 2000), torch.nan), 4)
     assert columns.min() >= 0
