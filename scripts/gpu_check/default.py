@@ -30,7 +30,7 @@ def gpu_default(site: Site) -> dict[str, Any]:
     """No token changes, and each step has the graph that it should have."""
     expected = firsts(run(site.engine(backend=BACKEND), TEXTS))
     engine = _by_default(site)
-    found = {"design": _design(engine, site)}
+    found: dict[str, Any] = {"design": _design(engine, site)}
     runner, steps, compared = runner_of(engine), Counter[tuple[str, int | None]](), 0
     with pytest.MonkeyPatch.context() as patch:
         _count(runner, steps, patch)

@@ -72,6 +72,7 @@ def simulate(
     batch: Callable[[int], int] = lambda step: 1,
     budget: DraftBudget | None = None,
     prefill: Callable[[int], bool] = lambda step: False,
+    obeys: bool = False,
 ) -> Run:
     """Decode under a budget; without one every step drafts all it can.
 
@@ -84,6 +85,7 @@ def simulate(
         batch: Requests in each step.
         budget: What is tested; None = no limit.
         prefill: Steps that have prefill tokens, too.
+        obeys: The proposer leaves out tokens that are less likely than the budget asks for.
     """
     rng = random.Random(seed)
     phase = rng.uniform(0, 2 * math.pi)
@@ -116,6 +118,9 @@ def simulate(
             budget.verified(num_requests, num_drafted, emitted, None if prefill(step) else measured)
             allowance = budget.allow(rooms)
             allowed = allowance.max_tokens
+            if obeys:
+                likely = _likely(probability, most, allowance.min_probability)
+                rooms = [likely] * num_requests
             drafts = rooms if allowed is None else shares(allowed, rooms, step % num_requests)
         else:
             drafts = rooms
@@ -133,6 +138,12 @@ def simulate(
         run.times.append((seconds + drafting) * speed)
         run.num_drafted.append(num_drafted)
     return run
+
+
+def _likely(probability: float, most: int, least: float | None) -> int:
+    """Tokens of a draft each of which is accepted with at least this probability."""
+    paths = (probability**length for length in range(1, most + 1))
+    return sum(least is None or path >= least for path in paths)
 
 
 def _accepted(rng: random.Random, probability: float, length: int) -> int:

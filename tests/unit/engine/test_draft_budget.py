@@ -146,6 +146,47 @@ def test_a_drafter_that_becomes_good_is_found_again(machine: str, batch: int) ->
     assert sorted(delays)[10] <= 150
 
 
+@pytest.mark.parametrize(
+    ("token", "acceptance", "batch", "gain"),
+    [(0.01, 0.45, 16, 1.1), (0.005, 0.45, 16, 1.15), (0.01, 0.35, 8, 1.1), (0.002, 0.45, 32, 1.15)],
+)
+def test_a_first_guess_that_no_draft_can_meet_is_doubted(
+    token: float, acceptance: float, batch: int, gain: float
+) -> None:
+    """A proposer drafts nothing that the guess says cannot pay, and so nothing would be measured.
+
+    At first steps with as many requests as later, no others from which costs are known.
+    """
+    for seed in SEEDS:
+        run = simulate(
+            Machine(token=token, drafting=0.02, idle=0.01),
+            lambda step: acceptance,
+            seed=seed,
+            batch=lambda step: batch,
+            budget=DraftBudget(),
+            num_steps=1500,
+            obeys=True,
+        )
+        assert run.ratio(500, 1500) >= gain
+        assert run.lowest(200) >= 0.98
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("acceptance", ["always wrong", "bad", "so so"])
+def test_a_guess_that_is_doubted_costs_little(machine: str, acceptance: str) -> None:
+    for batch, seed in itertools.product((8, 16), SEEDS):
+        run = simulate(
+            MACHINES[machine],
+            ACCEPTANCE[acceptance],
+            seed=seed,
+            batch=lambda step, batch=batch: batch,  # type: ignore[misc]
+            budget=DraftBudget(),
+            num_steps=1500,
+            obeys=True,
+        )
+        assert run.lowest(200) >= 0.98
+
+
 def test_without_a_budget_drafting_may_lose_half_the_speed() -> None:
     # What the tests above would find if the budget did nothing.
     run = simulate(MACHINES["heavy rows"], ACCEPTANCE["always wrong"])

@@ -25,6 +25,7 @@ _LEAST_DRIFTING = 0.02  # a token in plain steps: one that costs less drifts as 
 _FIRST_TOKEN_COST = 0.05  # a draft token in plain steps, before one was measured; high on purpose
 _LONG = 100  # steps without drafts from which on what they cost is doubted
 _FADE = 0.002  # of what they cost beyond the first guess, a step: how soon it is forgotten
+_FADE_OF_GUESS = 0.01  # the same of a guess that no step with drafts was measured for
 _ENOUGH = 0.11  # relative error of the plain time below which payoffs can be told
 _OUTLIER = 5.0  # standard deviations
 _CLIP = 2.5
@@ -179,14 +180,21 @@ class _SizeClass:
                 line[i] += scaled * direction[i]
 
     def _doubt_dear_drafts(self) -> None:
-        """There were no drafts for long: what they cost beside another program may be over."""
+        """There were no drafts for long: what they cost beside another program may be over.
+
+        A first guess that is too high may be why there were none, as proposers leave out what it
+        says cannot pay; so where nothing was measured it is doubted itself.
+        """
         plain, overhead, token, request = self.state
-        excess = max(0.0, token - _first_token(self.num_requests) * plain)
+        sure, fade = _first_token(self.num_requests) * plain, _FADE
+        if not self.num_measured:
+            sure, fade = 0.0, _FADE_OF_GUESS
+        excess = max(0.0, token - sure)
         self.state = (
             plain,
             min(overhead, (1.0 - _FADE) * overhead),
-            token - _FADE * excess,
-            request + _FADE * excess,  # what a request more costs is known better
+            token - fade * excess,
+            request + fade * excess,  # what a request more costs is known better
         )
 
     def _drift(self, now: int) -> None:
