@@ -52,6 +52,7 @@ NEXT_TESTS = [
         "late_tables.py::test_sampling_grammars_and_penalties_together",
         "runner_choice.py",
         "full_graphs.py",
+        "width_scheduler.py",
     )
 ]
 NEXT_ON_V1 = "next vllm v1"
