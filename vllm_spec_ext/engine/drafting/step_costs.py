@@ -25,7 +25,8 @@ _LEAST_DRIFTING = 0.02  # a token in plain steps: one that costs less drifts as 
 _FIRST_TOKEN_COST = 0.05  # a draft token in plain steps, before one was measured; high on purpose
 _LONG = 100  # steps without drafts from which on what they cost is doubted
 _FADE = 0.002  # of what they cost beyond the first guess, a step: how soon it is forgotten
-_FADE_OF_GUESS = 0.01  # the same of a guess that no step with drafts was measured for
+_FADE_OF_GUESS = 0.01  # the same of a guess that no step with drafts was measured for ...
+_LEAST_GUESS = 0.15  # ... down to this part of it
 _ENOUGH = 0.11  # relative error of the plain time below which payoffs can be told
 _OUTLIER = 5.0  # standard deviations
 _CLIP = 2.5
@@ -188,7 +189,7 @@ class _SizeClass:
         plain, overhead, token, request = self.state
         sure, fade = _first_token(self.num_requests) * plain, _FADE
         if not self.num_measured:
-            sure, fade = 0.0, _FADE_OF_GUESS
+            sure, fade = _LEAST_GUESS * sure, _FADE_OF_GUESS
         excess = max(0.0, token - sure)
         self.state = (
             plain,
