@@ -13,7 +13,6 @@ from vllm.config.vllm import VllmConfig
 
 from vllm_spec_ext import compat
 
-
 GREEDY = {
     name: scenario
     for name, scenario in SCENARIOS.items()
