@@ -40,8 +40,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--at-once",
         type=int,
-        default=checks_at_once(len(os.sched_getaffinity(0))),
-        help="checks side by side (default: half as many as there are cores, 8 at most)",
+        help="checks side by side (default: one for two cores and 4 GiB of the GPU, 8 at most)",
     )
     made.add_argument("--list", action="store_true", help="what there is to check")
     return made
@@ -71,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"gpu-check: cannot write {given.json}: {error}", file=sys.stderr)
         return 2
     command, stop = child_command(logs, given.model), threading.Event()
+    fitting = checks_at_once(len(os.sched_getaffinity(0)), gpu.total_mib)
     print(f"gpu-check: {len(checks)} checks on {gpu.name}; logs in {logs}", flush=True)
     try:
         run_checks(
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             checks,
             lambda check, limit_s: run_check(check, command, logs, limit_s, stop),
             lambda result: print(line(result), flush=True),
-            at_once=max(1, given.at_once),
+            at_once=fitting if given.at_once is None else max(1, given.at_once),
             stop=stop,
             whole_limit_s=given.limit,
         )

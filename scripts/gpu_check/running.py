@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHOLE_LIMIT_S = 600.0
 LEAST_S = 20.0  # a check that has less time left than this is not begun
 MOST_AT_ONCE = 8  # each has several small engines
+MIB_OF_A_CHECK = 4096  # of the GPU: its engines, and what CUDA takes for a process
 POLL_S = 0.2
 
 
@@ -102,9 +103,14 @@ def _ends(process: subprocess.Popen[bytes], limit_s: float, stop: threading.Even
     return False
 
 
-def checks_at_once(num_cores: int) -> int:
-    """A check takes its time for starting engines, which is a core's work and more."""
-    return max(1, min(MOST_AT_ONCE, num_cores // 2))
+def checks_at_once(num_cores: int, gpu_mib: int) -> int:
+    """A check takes its time for starting engines, which is a core's work and more.
+
+    Args:
+        num_cores: Of this process.
+        gpu_mib: Of the whole GPU.
+    """
+    return max(1, min(MOST_AT_ONCE, num_cores // 2, gpu_mib // MIB_OF_A_CHECK))
 
 
 def child_command(folder: Path, small_model: str | None) -> list[str]:

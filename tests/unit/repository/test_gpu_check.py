@@ -245,7 +245,8 @@ def test_checks_run_side_by_side_but_for_those_that_need_the_gpu_alone(tmp_path:
     assert {result.name for result in said[:2]} == {"b", "d"}
     assert len(results) == 4
     assert report.passed
-    assert [checks_at_once(cores) for cores in (1, 2, 6, 64)] == [1, 1, 3, 8]
+    assert [checks_at_once(cores, 81_559) for cores in (1, 2, 6, 64)] == [1, 1, 3, 8]
+    assert [checks_at_once(64, mib) for mib in (2000, 8192, 16_384, 24_576)] == [1, 2, 4, 6]
 
 
 def test_checks_that_run_end_with_an_interruption(tmp_path: Path) -> None:
