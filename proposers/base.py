@@ -259,9 +259,9 @@ class BaseProposer(ABC):
     def check_request(options: RequestOptions, limits: RequestLimits) -> None:
         """Refuse what is wrong whatever the prompt is; raises RequestOptionError.
 
-        Called in the front end before the answer begins, on its event loop: of an answer that is
-        streamed nothing can be HTTP 400 later. So it takes no time; what long options hold is left
-        to :meth:`resolve_request`.
+        Called in the front end before the answer begins, on its event loop, as of an answer that is
+        streamed nothing can be HTTP 400 later; so it takes no time. Long options are not looked at
+        there, but only before :meth:`resolve_request`, each time that this is called.
         """
 
     @staticmethod

@@ -12,7 +12,7 @@ _MOST_ON_ONE_CORE = 32 * 65536  # entries; more are quicker in torch, on all cor
 _LOG2_E = np.float32(1.4426950408889634)
 _MOST_HALVINGS = np.float32(-126.0)  # what is smaller is no normal number, and adds nothing
 _MANTISSA, _BIAS = np.float32(2.0**23), np.float32(127.0)
-# 2**x for x from 0 to 1, within 1e-8 of it: Chebyshev's polynomial.
+# 2**x for x from 0 to 1, as near to it as float32 can say: Chebyshev's polynomial.
 _C0, _C1, _C2 = np.float32(1.0), np.float32(0.6931468), np.float32(0.2402311)
 _C3, _C4 = np.float32(0.05547891), np.float32(0.009686188)
 _C5, _C6 = np.float32(0.001238241), np.float32(0.00021871255)
@@ -36,7 +36,7 @@ def top_log_probs(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
     if logits.device.type != "cpu" or logits.numel() > _MOST_ON_ONE_CORE:
         return top_columns(logits.log_softmax(dim=-1, dtype=torch.float32), count)
     rows = logits.detach().flatten(0, -2).to(torch.float32).contiguous()
-    values, tokens = _on_one_core(rows, min(count, rows.shape[-1]))
+    values, tokens = top_columns(rows, count)
     totals = torch.empty(len(rows), 1)
     _sum_exponentials(rows.numpy(), values.numpy(), totals.numpy())
     values = (values - values[:, :1]) - totals.log()  # not of their sum, which is rounded more
@@ -184,7 +184,7 @@ def _sum_exponentials(scores, values, totals):  # type: ignore[no-untyped-def]
             part = row[begin : begin + _LANES]
             for i in range(len(part)):
                 x = (part[i] - largest) * _LOG2_E
-                x = x if x > _MOST_HALVINGS else _MOST_HALVINGS
+                x = _MOST_HALVINGS if x < _MOST_HALVINGS else x  # what is no number stays so
                 whole = np.floor(x)
                 x -= whole
                 bits[i] = np.int32((whole + _BIAS) * _MANTISSA)

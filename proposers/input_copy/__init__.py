@@ -360,7 +360,6 @@ class InputCopy(BaseProposer):
                 f"ends at token {shown(options.source_span[1])}, but the prompt has "
                 f"{len(facts.prompt)} tokens; expected an end of at most {len(facts.prompt)}",
             )
-        InputCopy.check_request(options, facts)
         needs_tokenizer = "source_markers" if options.source_markers else "source_text"
         given = options.source_markers or options.source_text
         if given is None:

@@ -121,6 +121,7 @@ CHECKS = (
         "a method with nothing else given drafts on the device, in full graphs, with drafts and "
         "without, in the memory that vLLM measured",
         "v2",
+        240.0,
         alone=True,
     ),
     Check(

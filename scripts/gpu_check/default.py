@@ -31,6 +31,14 @@ def gpu_default(site: Site) -> dict[str, Any]:
     expected = firsts(run(site.engine(backend=BACKEND), TEXTS))
     engine = _by_default(site)
     found: dict[str, Any] = {"design": _design(engine, site)}
+    blocks = runner_of(engine).kv_cache_config.num_blocks
+    given = runner_of(site.engine(backend=BACKEND)).kv_cache_config.num_blocks
+    require(
+        not site.on_gpu or blocks > given,
+        f"{blocks} KV blocks in the memory that vLLM measured, expected more than the {given} of a "
+        "small cache",
+        **found,
+    )
     runner, steps, compared = runner_of(engine), Counter[tuple[str, int | None]](), 0
     with pytest.MonkeyPatch.context() as patch:
         _count(runner, steps, patch)

@@ -302,8 +302,12 @@ def _judge(
 
 def _may_come_late(request: FuzzRequest, message: str) -> bool:
     """Of what the prompt tells, and of options that take long to read."""
-    told_by_prompt = ("source_span", "source_markers")
-    return len(request.body) > SOON_READ or any(name in message for name in told_by_prompt)
+    told_by_prompt = (
+        "but the prompt has",
+        "does not occur in the prompt",
+        "no whole token between",
+    )
+    return len(request.body) > SOON_READ or any(words in message for words in told_by_prompt)
 
 
 def replay_vllms_own(server: Server) -> dict[str, int]:

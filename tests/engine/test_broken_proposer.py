@@ -56,8 +56,9 @@ def test_what_a_proposer_writes_into_a_request_gives_it_no_more_room(
     assert max(made) == 8
 
 
+@pytest.mark.parametrize("how", ["pop", "assign"])
 def test_a_proposer_that_takes_requests_away_costs_drafts_alone(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    how: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(STRICT)
     engine = make_engine(speculative_config={"method": "noise", "adaptive_length": False})
@@ -66,8 +67,10 @@ def test_a_proposer_that_takes_requests_away_costs_drafts_alone(
     def take_away(step: Any) -> list[Draft]:
         asked.append(len(step.requests))
         drafts = [chain([7]) for _ in step.requests]
-        step.requests.pop()
-        return drafts
+        if how == "pop":
+            step.requests.pop()
+        step.requests = step.requests[1:]
+        return drafts[1:]
 
     monkeypatch.setattr(runner_of(engine).drafter._proposer, "propose", take_away)
     expected = tokens(run(make_engine(), SCENARIOS["mixed_lengths"]))

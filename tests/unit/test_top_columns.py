@@ -94,7 +94,18 @@ def test_of_equal_entries_the_first_come_first() -> None:
     assert values[1].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("count", [255, 257, 1000])
+@pytest.mark.usefixtures("way")
+def test_rows_with_something_that_is_no_number_have_no_probabilities() -> None:
+    logits = torch.randn(3, 2000, generator=torch.Generator().manual_seed(5))
+    logits[0, 0] = logits[1, 1500] = torch.nan
+    log_probs, tokens = top_log_probs(logits, 4)
+    assert log_probs[:2].isnan().all()
+    assert log_probs[2].isfinite().all()
+    assert tokens.min() >= 0
+    assert tokens.max() < 2000
+
+
+@pytest.mark.parametrize("count", [255, 256, 257, 1000])
 def test_as_many_as_there_are_chunks_and_more(count: int) -> None:
     scores = torch.randn(2, 3000, generator=torch.Generator().manual_seed(4))
     values, columns = top_columns(scores, count)

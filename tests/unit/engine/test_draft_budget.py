@@ -278,14 +278,14 @@ def test_what_earns_with_many_requests_is_found_in_the_first_steps() -> None:
     assert min(found) > 0.98
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_of_drafts_whose_shadows_fail_only_the_cost_is_measured(seed: int) -> None:
+def test_of_drafts_whose_shadows_fail_only_the_cost_is_measured() -> None:
     """Once what it was guessed to be is doubted, as nothing was verified for long."""
-    run = simulate(
-        Machine(drafting=0.0), ACCEPTANCE["always wrong"], budget=DraftBudget(), seed=seed
-    )
-    assert not any(run.num_drafted[:100])
-    assert sum(run.num_drafted) <= 20  # of 12,000
+    for seed in range(6):
+        run = simulate(
+            Machine(drafting=0.0), ACCEPTANCE["always wrong"], budget=DraftBudget(), seed=seed
+        )
+        assert not any(run.num_drafted[:100])
+        assert 0 < sum(run.num_drafted) <= 20  # of 12,000
 
 
 def test_shadow_drafts_are_made_one_after_the_other() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM builds as its ``custom_class`` proposer: holds ours and keeps its books."""
 
+import copy
 import logging
 import time
 import weakref
@@ -229,7 +230,9 @@ class Drafter:
         if online is not None:
             self._barrier.call("online", lambda: online.verified(outcomes), None)
             self._barrier.call("online", online.begin_step, None)
-        drafts = self._barrier.drafts(self._proposer.propose, step) if step.requests else []
+        drafts: list[Draft] = []
+        if step.requests:  # in a copy, whatever the proposer does with it
+            drafts = self._barrier.drafts(self._proposer.propose, copy.copy(step))
         drafts = self._ends.cut(step.requests, drafts)
         if online is not None and not step.is_shadow:
             self._barrier.call("online", lambda: online.drafted(step, drafts), None)

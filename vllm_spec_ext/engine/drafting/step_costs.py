@@ -74,7 +74,15 @@ class _SizeClass:
     Plain floats: this runs in every step, and for four numbers arrays take ten times as long.
     """
 
-    def __init__(self, num_requests: int, state: _Four, errors: _Four, now: int) -> None:
+    def __init__(
+        self,
+        num_requests: int,
+        state: _Four,
+        errors: _Four,
+        now: int,
+        *,
+        token_is_known: bool = False,
+    ) -> None:
         """Start from guesses.
 
         Args:
@@ -82,7 +90,9 @@ class _SizeClass:
             state: Seconds.
             errors: Standard errors of the guesses, in seconds.
             now: Number of the step.
+            token_is_known: The cost of a token was measured at another batch size.
         """
+        self._token_is_known = token_is_known
         self.num_requests = num_requests
         self.state = state
         self.covariance = [[0.0] * 4 for _ in range(4)]
@@ -156,6 +166,11 @@ class _SizeClass:
         self.state = (a + e * step, b + f * step, c + g * step, d + h * step)
         self._add_covariance(-1.0 / spread**2, covariances)
 
+    @property
+    def guesses_token(self) -> bool:
+        """No step with drafts was measured, here or where its cost comes from."""
+        return not (self._token_is_known or self.num_measured)
+
     def _spread(self, row: _Four, covariances: _Four, expected: float) -> float:
         # Rounding leaves a little below 0 where the machine's speed changed a thousandfold.
         return math.sqrt(max(0.0, _dot(row, covariances)) + (self._noise * expected) ** 2)
@@ -188,7 +203,7 @@ class _SizeClass:
         """
         plain, overhead, token, request = self.state
         sure, fade = _first_token(self.num_requests) * plain, _FADE
-        if not self.num_measured:
+        if self.guesses_token:
             sure, fade = _LEAST_GUESS * sure, _FADE_OF_GUESS
         excess = max(0.0, token - sure)
         self.state = (
@@ -295,7 +310,8 @@ class StepCosts:
         plain = min(bounds[1], max(bounds[0], plain))
         # Rows that fill a core up cost nothing, further ones do: more requests, dearer tokens.
         first = plain * _first_token(num_requests)
-        token = max(known.state[2], 0.6 * first if more > 0 else 0.0)
+        floor = 0.6 * first if more > 0 or known.guesses_token else 0.0
+        token = max(known.state[2], floor)
         state = (plain, known.state[1] * plain / old, token, 0.0)
         errors = (
             (0.15 + 0.1 * abs(nearest - key)) * plain,
@@ -303,4 +319,5 @@ class StepCosts:
             0.5 * max(token, first),
             0.2 * plain / num_requests,
         )
-        return _SizeClass(num_requests, state, errors, self._now)
+        is_known = not known.guesses_token and known.state[2] >= floor
+        return _SizeClass(num_requests, state, errors, self._now, token_is_known=is_known)

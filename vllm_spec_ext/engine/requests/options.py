@@ -190,7 +190,7 @@ def check_options(
     Raises:
         RequestOptionError: Naming the field.
     """
-    options = _well_formed(settings, extra_args)
+    options = _checked(settings, extra_args, facts)
     with _as_written():
         return registry.load(settings.method).resolve_request(options, facts)
 
@@ -205,13 +205,17 @@ def _as_written() -> Iterator[None]:
         raise RequestOptionError(_PREFIX + error.parameter, message) from error
 
 
-def _well_formed(
-    settings: "MethodSettings", extra_args: Mapping[str, Any] | None
+def _checked(
+    settings: "MethodSettings", extra_args: Mapping[str, Any] | None, limits: RequestLimits
 ) -> RequestOptions:
-    """Checked against the method and the server's rule."""
+    """Checked against the method, the server's rule and the model."""
     schema = registry.info(settings.method).request_options
     options = parse_request(schema, extra_args, settings.method)
     narrow(settings.rule, options.scorer, _PREFIX + "scorer")
+    check = getattr(registry.load(settings.method), "check_request", None)
+    if check is not None:  # not all are BaseProposers
+        with _as_written():
+            check(options, limits)
     return options
 
 
@@ -258,9 +262,7 @@ def check_form(
         if _size(values) > _SOON_READ:
             return
         parse_eta(extra_args)
-        options = _well_formed(settings, {KEY: values})
-        with _as_written():
-            registry.load(settings.method).check_request(options, limits)
+        _checked(settings, {KEY: values}, limits)
 
 
 @contextmanager

@@ -67,6 +67,12 @@ def facts(prompt: Sequence[int], tokenizer: Any = None, max_model_len: int = 100
     )
 
 
+def resolved_request(options: InputCopyRequest, here: RequestFacts) -> InputCopyRequest:
+    """As the engine does: checked, and then resolved."""
+    InputCopy.check_request(options, here)
+    return InputCopy.resolve_request(options, here)
+
+
 class Session:
     """One request, driven token by token as an engine would."""
 
@@ -318,7 +324,7 @@ def test_text_that_is_not_in_the_prompt() -> None:
     assert session.say(10) == SOURCE[1:]
     tokenizer = WordTokenizer()
     asked = InputCopyRequest(source_text="a b c")
-    resolved = InputCopy.resolve_request(asked, facts([1], tokenizer))
+    resolved = resolved_request(asked, facts([1], tokenizer))
     assert resolved.source_text is None
     assert resolved.source_token_ids == tokenizer.encode("a b c")
 
@@ -391,7 +397,7 @@ def test_text_between_markers() -> None:
     tokenizer = WordTokenizer()
     prompt = tokenizer.encode("fix BEGIN wrong END no BEGIN he go home END now")
     asked = InputCopyRequest(source_markers=("BEGIN", "END"))
-    resolved = InputCopy.resolve_request(asked, facts(prompt, tokenizer))
+    resolved = resolved_request(asked, facts(prompt, tokenizer))
     assert resolved.source_span is not None
     start, end = resolved.source_span
     assert tokenizer.decode(prompt[start:end]).strip() == "he go home"
@@ -411,14 +417,14 @@ def test_sources_outside_the_prompt(request_options: dict[str, Any], words: str)
     tokenizer = WordTokenizer()
     prompt = tokenizer.encode("a b c")
     with pytest.raises(RequestOptionError, match=words) as error:
-        InputCopy.resolve_request(InputCopyRequest(**request_options), facts(prompt, tokenizer))
+        resolved_request(InputCopyRequest(**request_options), facts(prompt, tokenizer))
     assert error.value.parameter == next(iter(request_options))
 
 
 @pytest.mark.parametrize("given", [{"source_text": "a"}, {"source_markers": ("a", "b")}])
 def test_text_without_a_tokenizer(given: dict[str, Any]) -> None:
     with pytest.raises(RequestOptionError, match="without a tokenizer"):
-        InputCopy.resolve_request(InputCopyRequest(**given), facts([1]))
+        resolved_request(InputCopyRequest(**given), facts([1]))
 
 
 @pytest.mark.parametrize(
@@ -437,12 +443,10 @@ def test_text_without_a_tokenizer(given: dict[str, Any]) -> None:
 def test_bounds_of_a_source(given: dict[str, Any], words: str | None) -> None:
     here = facts([1], WordTokenizer(), max_model_len=8)
     if words is None:
-        assert (
-            InputCopy.resolve_request(InputCopyRequest(**given), here).source_token_ids is not None
-        )
+        assert resolved_request(InputCopyRequest(**given), here).source_token_ids is not None
         return
     with pytest.raises(RequestOptionError, match=words) as error:
-        InputCopy.resolve_request(InputCopyRequest(**given), here)
+        resolved_request(InputCopyRequest(**given), here)
     assert error.value.parameter == next(iter(given))
 
 
@@ -452,8 +456,8 @@ def test_what_was_resolved_can_be_resolved_again_without_a_tokenizer() -> None:
     prompt = tokenizer.encode("BEGIN he go home END")
     for given in ({"source_text": "he go"}, {"source_markers": ("BEGIN", "END")}, {}):
         asked = InputCopyRequest.model_validate(given)
-        resolved = InputCopy.resolve_request(asked, facts(prompt, tokenizer))
-        assert InputCopy.resolve_request(resolved, facts(prompt)) == resolved
+        resolved = resolved_request(asked, facts(prompt, tokenizer))
+        assert resolved_request(resolved, facts(prompt)) == resolved
 
 
 def test_disabled_requests_draft_nothing() -> None:
