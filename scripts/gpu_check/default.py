@@ -28,18 +28,20 @@ PARTS = 4
 
 def gpu_default(site: Site) -> dict[str, Any]:
     """No token changes, and each step has the graph that it should have."""
-    expected = firsts(run(site.engine(backend=BACKEND), TEXTS))
+    plain = site.engine(backend=BACKEND)
+    expected = firsts(run(plain, TEXTS))
     engine = _by_default(site)
+    runner = runner_of(engine)
     found: dict[str, Any] = {"design": _design(engine, site)}
-    blocks = runner_of(engine).kv_cache_config.num_blocks
-    given = runner_of(site.engine(backend=BACKEND)).kv_cache_config.num_blocks
+    blocks = runner.kv_cache_config.num_blocks
+    given = runner_of(plain).kv_cache_config.num_blocks
     require(
         not site.on_gpu or blocks > given,
         f"{blocks} KV blocks in the memory that vLLM measured, expected more than the {given} of a "
         "small cache",
         **found,
     )
-    runner, steps, compared = runner_of(engine), Counter[tuple[str, int | None]](), 0
+    steps, compared = Counter[tuple[str, int | None]](), 0
     with pytest.MonkeyPatch.context() as patch:
         _count(runner, steps, patch)
         for _ in range(PARTS):
