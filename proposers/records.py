@@ -221,6 +221,8 @@ class EngineHandle:
     may_write_files: bool = True
     """False in all processes of a deployment but one: with data parallelism each replica has a
     proposer, and all have the same options. Files may be read everywhere."""
+    may_write_own_files: bool = True
+    """The same for files that only this process names: true in one process of each replica."""
     models: "Sequence[DraftModel]" = ()
     """The draft models that the method asked for, in its order."""
     block_drafters: "Sequence[BlockDrafter]" = ()

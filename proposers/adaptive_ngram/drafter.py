@@ -19,7 +19,12 @@ from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     overlay_copy,
     write_overlay,
 )
-from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import file_to_read, file_to_save, tidy
+from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import (
+    file_to_read,
+    file_to_save,
+    may_save,
+    tidy,
+)
 from vllm_spec_ext.proposers.adaptive_ngram.search import (
     Results,
     Search,
@@ -89,16 +94,17 @@ class NgramDrafter:
             vocab_size = self.store.header.vocab_size
             self.base = self.store.arrays
         self.learner = Learner(settings, engine.max_num_seqs, vocab_size)
+        self._saves = False
         if settings.overlay_file is not None:
             self.fingerprint = self.fingerprint or target_fingerprint(engine)
             path = file_to_read(settings.overlay_file)
             if path.exists():
                 load_overlay(path, self.learner.shared, self.fingerprint, vocab_size)
-            if engine.may_write_files:
+            self._saves = may_save(settings.overlay_file, engine)
+            if self._saves:
                 tidy(settings.overlay_file)
             else:
                 logger.info("vllm-spec-ext: %s is read here, and not saved", path)
-        self._saves = settings.overlay_file is not None and engine.may_write_files
         self._last_save = self.learner.shared_clock
         self._saved_at = time.monotonic()
         self._saving: threading.Thread | None = None

@@ -44,7 +44,7 @@ class AdaptiveNgramOptions(MethodOptions):
     overlay_save_every: int = Field(default=200_000, ge=0)
     """Tokens learned between two saves of ``overlay_file``, which is also saved a minute after
     the last time if anything was learned; 0 saves at exit only, which workers on Ray have none
-    of: it kills them."""
+    of, nor servers without ``--shutdown-timeout``: these are killed."""
 
     tree: bool = True
     """Draft branches; ``false`` drafts the single greedy path."""

@@ -25,6 +25,7 @@ from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     make_key,
     save_overlay,
 )
+from vllm_spec_ext.proposers.records import EngineHandle
 from vllm_spec_ext.training.atomic import remove_partials
 
 REPLICA = "{replica}"
@@ -43,6 +44,11 @@ def file_to_save(overlay_file: str) -> Path:
     """Where this process saves; another process, here or on another machine, elsewhere."""
     name = f"{socket.gethostname()}-{os.getpid()}"
     return Path(overlay_file.replace(REPLICA, name)).expanduser()
+
+
+def may_save(overlay_file: str, engine: EngineHandle) -> bool:
+    """Whether this process saves: the first replica, and with ``{replica}`` each of them."""
+    return engine.may_write_own_files if REPLICA in overlay_file else engine.may_write_files
 
 
 def tidy(overlay_file: str) -> None:

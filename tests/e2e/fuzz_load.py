@@ -131,6 +131,7 @@ def serving(
     speculative: dict[str, Any] | None,
     *,
     ranks: int = 1,
+    replicas: int = 1,
     batched_tokens: int = BATCHED_TOKENS,
 ) -> Iterator[Server]:
     """A server of the tiny model in a session of its own; ``None`` is plain vLLM."""
@@ -139,7 +140,9 @@ def serving(
         port = probe.getsockname()[1]
     variables = {**vllm_metadata.environment(), **environment()}
     variables["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = ONEDNN_SHAPES
-    if ranks == 1:  # the scheduler's process is the worker's, too: an import and a start less
+    if (
+        ranks == replicas == 1
+    ):  # the scheduler's process is the worker's, too: an import and a start less
         variables.update(ONE_PROCESS)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *ARGUMENTS]
@@ -147,6 +150,9 @@ def serving(
     if ranks > 1:
         command += ["--tensor-parallel-size", str(ranks)]
         variables["VLLM_CPU_OMP_THREADS_BIND"] = RANK_CORES
+    if replicas > 1:
+        command += ["--data-parallel-size", str(replicas), "--shutdown-timeout", "60"]
+        variables.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
     with log.open("w") as file:

@@ -7,12 +7,14 @@ A few hundred random requests for each configuration; ``VLLM_SPEC_FUZZ_REQUESTS=
 
 import importlib.util
 import os
+import re
 import sys
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fuzz_load import CONFIGURATIONS, MAX_GROWTH_BYTES, NAME, fuzz, serving
+from fuzz_load import CONFIGURATIONS, MAX_GROWTH_BYTES, NAME, Server, fuzz, serving
 from process_samples import Sample, grew
 from request_fuzz import RIGHT, WRONG, generate
 
@@ -20,6 +22,7 @@ from vllm_spec_ext.cli.plugin_visibility import invisible_because
 from vllm_spec_ext.proposers import registry
 
 COUNT = int(os.environ.get("VLLM_SPEC_FUZZ_REQUESTS", "400"))
+REPLICAS = {"adaptive_ngram": 2}  # data parallelism, with a file of what each of them learns
 SEED = int(os.environ.get("VLLM_SPEC_FUZZ_SEED", "0"))
 
 pytestmark = [
@@ -78,19 +81,42 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+def finished_by_replica(server: Server) -> dict[str, float]:
+    """Requests that came to their end, by number of the replica."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        match = re.match(r'vllm:request_success_total\{[^}]*engine="(\d+)"[^}]*\} (\S+)$', line)
+        if match:
+            found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+    return found
+
+
 @pytest.mark.timeout(600 + COUNT)
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_no_request_harms_a_server(configuration: str, model: Path, tmp_path: Path) -> None:
-    speculative = CONFIGURATIONS[configuration]
+    speculative = dict(CONFIGURATIONS[configuration])
     method = speculative["method"]
-    with serving(model, tmp_path / "server.log", speculative) as server:
+    replicas = REPLICAS.get(configuration, 1)
+    if replicas > 1:
+        learned = tmp_path / "learned"
+        learned.mkdir()
+        overlay_file = str(learned / "{replica}.safetensors")
+        speculative.update(overlay="shared", overlay_file=overlay_file, share_unsalted=True)
+    with serving(model, tmp_path / "server.log", speculative, replicas=replicas) as server:
         warm = fuzz(server, method, SEED + 1, 100)
         before = server.memory_bytes()
         report = fuzz(server, method, SEED, COUNT)
         assert server.is_alive()
         grown = server.memory_bytes() - before
+        finished = finished_by_replica(server)
     assert warm.failures + report.failures == [], f"{warm.text()}\n{report.text()}"
     assert sum(report.statuses.values()) == COUNT
     assert report.statuses["200"] > COUNT / 5
     assert report.statuses["400"] > COUNT / 5
-    assert grown < MAX_GROWTH_BYTES, f"{grown >> 20} MiB more\n{report.text()}"
+    assert grown < replicas * MAX_GROWTH_BYTES, f"{grown >> 20} MiB more\n{report.text()}"
+    assert len(finished) == replicas
+    assert min(finished.values()) > COUNT / 20, finished
+    if replicas > 1:  # each has saved what it learned, under a name of its own
+        assert len([*learned.iterdir()]) == replicas

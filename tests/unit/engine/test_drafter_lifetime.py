@@ -44,6 +44,7 @@ class Mortal(BaseProposer):
 
     def start(self, engine: EngineHandle) -> None:
         self.may_write = engine.may_write_files
+        self.may_write_own = engine.may_write_own_files
         LIVES.append("start")
 
     def propose(self, step: StepContext) -> list[Draft]:
@@ -187,13 +188,18 @@ def test_at_exit_the_file_holds_what_the_latest_proposer_knows(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("index", "rank", "may"), [(0, 0, True), (1, 0, False), (0, 1, False), (3, 1, False)]
+    ("index", "rank", "may", "may_own"),
+    [(0, 0, True, True), (1, 0, False, True), (0, 1, False, False), (3, 1, False, False)],
 )
-def test_one_process_of_a_deployment_may_write_files(*, index: int, rank: int, may: bool) -> None:
-    drafter = make("mortal", index=index, rank=rank)
-    assert drafter._proposer.may_write is may  # type: ignore[attr-defined]
+def test_one_process_of_a_deployment_may_write_files(
+    *, index: int, rank: int, may: bool, may_own: bool
+) -> None:
+    proposer: Any = make("mortal", index=index, rank=rank)._proposer
+    assert (proposer.may_write, proposer.may_write_own) == (may, may_own)
 
 
 def test_a_benchmarks_engine_writes_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(READ_ONLY, "1")
-    assert make("mortal")._proposer.may_write is False  # type: ignore[attr-defined]
+    proposer: Any = make("mortal")._proposer
+    assert not proposer.may_write
+    assert not proposer.may_write_own

@@ -96,8 +96,9 @@ class Drafter:
         self._chains_alone = False  # drafts late, whatever the options say of trees
         self.propose_us: deque[float] = deque(maxlen=_MAX_TIMINGS)
         parallel = vllm_config.parallel_config
-        is_first = parallel.rank == 0 and parallel.data_parallel_index == 0
-        self._is_first_process = is_first and not is_set(READ_ONLY)  # the one that writes files
+        self._leads_replica = parallel.rank == 0 and not is_set(READ_ONLY)
+        # The one that writes files.
+        self._is_first_process = self._leads_replica and parallel.data_parallel_index == 0
         self.counts = WorkerCounts()
         """What the worker tells the front end, see :mod:`..watching.stat_channel`."""
         self._sources = SourceCounter(self.counts)
@@ -162,6 +163,7 @@ class Drafter:
             target=self.ranks.share_target(target_model),
             device=device,
             may_write_files=self._is_first_process,
+            may_write_own_files=self._leads_replica,
             models=self.models.models,
             block_drafters=self.models.block_models,
             views=self.views.views,

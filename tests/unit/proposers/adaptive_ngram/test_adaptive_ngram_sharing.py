@@ -16,6 +16,7 @@ from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram, drafter
 from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
+from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import file_to_save
 from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings
 from vllm_spec_ext.proposers.adaptive_ngram.shared_overlays import SharedOverlays
 from vllm_spec_ext.proposers.base import (
@@ -156,6 +157,19 @@ def test_one_process_of_a_deployment_writes_the_file(
     assert path.read_bytes() == saved
     first.close()
     assert path.exists()
+
+
+def test_each_replica_saves_a_file_of_its_own(tmp_path: Path) -> None:
+    pattern = str(tmp_path / "{replica}.safetensors")
+    second = started(replace(ENGINE, may_write_files=False), overlay_file=pattern)
+    drafts(second, request("u", UNSALTED, 10))
+    second.close()
+    assert file_to_save(pattern).exists()
+    other_rank = replace(ENGINE, may_write_files=False, may_write_own_files=False)
+    third = started(other_rank, overlay_file=str(tmp_path / "other-{replica}.safetensors"))
+    drafts(third, request("u", UNSALTED, 10))
+    third.close()
+    assert len([*tmp_path.iterdir()]) == 1
 
 
 def test_what_was_learned_is_saved_by_the_minute(
