@@ -195,6 +195,7 @@ class RequestFacts(RequestLimits):
 
     prompt: IntArray  # [n] int32 token ids
     tokenizer: Any = None  # the front end's; None in the engine, and where there is none
+    is_session: bool = False  # the input comes in pieces: `prompt` is one of them, or empty
 
 
 def plain_projection(rows: "torch.Tensor") -> Projection:

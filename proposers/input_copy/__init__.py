@@ -349,11 +349,13 @@ class InputCopy(BaseProposer):
         """Turn markers and text into token positions, while the request can still be refused.
 
         Raises:
-            RequestOptionError: The span ends outside the prompt, the markers are not in it, a
-                source is too long or holds ids that the model does not have, or a text was given
+            RequestOptionError: The span ends outside the prompt, the markers are not in it, the
+                input comes in pieces and has no whole prompt for either, a source is too long or holds ids that the model does not have, or a text was given
                 to an engine without a tokenizer.
         """
         assert isinstance(options, InputCopyRequest)
+        if facts.is_session:
+            _refuse_places(options)
         if options.source_span is not None and options.source_span[1] > len(facts.prompt):
             raise RequestOptionError(
                 "source_span",
@@ -376,6 +378,17 @@ class InputCopy(BaseProposer):
         assert options.source_markers is not None
         span = span_between(facts.prompt, *options.source_markers, facts.tokenizer)
         return options.model_copy(update={**cleared, "source_span": span})
+
+
+def _refuse_places(options: InputCopyRequest) -> None:
+    """Of a whole prompt, where there is none."""
+    for name in ("source_span", "source_markers"):
+        if getattr(options, name) is not None:
+            raise RequestOptionError(
+                name,
+                "found it with input that is streamed into a session, which has no whole prompt; "
+                "expected source_text or source_token_ids, or none of these options",
+            )
 
 
 def _tokenise(text: str, facts: RequestFacts) -> list[int]:

@@ -196,3 +196,74 @@ def test_a_server_resolves_options_beside_its_event_loop(
 
     asyncio.run(serve())
     assert server.encoding_threads != [threading.get_ident()]
+
+
+def server_of_sessions(engine: Any) -> Any:
+    """vLLM's own front end as far as the queue of its engine; what would go there is kept."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class Server(AsyncLLM):
+        errored = False
+
+        def __init__(self) -> None:  # without an engine
+            self.input_processor = engine.input_processor
+            self.model_config = engine.model_config
+            self.vllm_config = engine.vllm_config
+            self.sent: list[Any] = []
+
+        async def get_supported_tasks(self) -> Any:
+            return engine.get_supported_tasks()
+
+        def _run_output_handler(self) -> None:
+            pass
+
+        async def _add_request(self, request: Any, *others: Any) -> None:
+            self.sent.append(request)
+
+        def shutdown(self, timeout: float | None = None) -> None:
+            pass
+
+    return Server()
+
+
+@pytest.mark.parametrize("of_the_piece", [False, True])
+def test_options_of_input_that_comes_in_pieces(*, of_the_piece: bool, make_engine: Any) -> None:
+    """Before its first piece vLLM looks at a session with a prompt of one token, made up."""
+    from vllm.engine.protocol import StreamingInput
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import InputStreamError
+
+    engine = make_engine(
+        speculative_config={"method": "input_copy", "num_speculative_tokens": 16}
+    ).llm_engine
+
+    async def sent(options: dict[str, Any]) -> list[Any]:
+        def params(extra_args: dict[str, Any] | None) -> Any:
+            made = sampling_params({"output_kind": RequestOutputKind.DELTA})
+            made.extra_args = extra_args
+            return made
+
+        async def pieces() -> Any:
+            for tokens in ([5, 6, 7, 8], [9]):
+                piece = {"type": "token", "prompt_token_ids": tokens}
+                yield StreamingInput(piece, params(options) if of_the_piece else None)
+
+        server = server_of_sessions(engine)
+        queue = await server.add_request("s", pieces(), params(None if of_the_piece else options))
+        await queue._input_stream_task
+        try:
+            queue.get_nowait()
+        except InputStreamError as error:
+            raise error.cause from error
+        return list(server.sent)
+
+    first, second, _ = asyncio.run(sent({"spec_ext.source_token_ids": [5, 6]}))
+    for request in (first, second):
+        assert request.resumable
+        assert request.sampling_params.extra_args["spec_ext"] == {"source_token_ids": [5, 6]}
+    for places in ({"source_span": [0, 3]}, {"source_markers": ["a", "b"]}):
+        (name, value), *_ = places.items()
+        with pytest.raises(VLLMValidationError, match="no whole prompt") as error:
+            asyncio.run(sent({f"spec_ext.{name}": value}))
+        assert error.value.parameter == f"spec_ext.{name}"

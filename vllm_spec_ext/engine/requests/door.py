@@ -12,9 +12,11 @@ the prompt is refused in ``AsyncLLM.generate``, which a server calls before, and
 
 import asyncio
 import copy
+import dataclasses
 import functools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,6 +36,7 @@ from vllm_spec_ext.on_import import when_imported
 from vllm_spec_ext.proposers.base import RequestFacts, RequestLimits
 
 if TYPE_CHECKING:
+    from vllm.engine.protocol import StreamingInput
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
@@ -85,7 +88,8 @@ def _checking(original: Any) -> Any:
             return request
         # `params` is the request's own copy here; the caller's object stays as it was.
         if _is_unresolved(self, params):
-            params.extra_args = _resolve(self, params, request.prompt_token_ids or [])
+            tokens = request.prompt_token_ids or []
+            params.extra_args = _resolve(self, params, tokens, is_session=request.resumable)
         # Of a session's later pieces vLLM keeps the first one's salt, and they need not say it.
         shares = settings.share_unsalted and not request.resumable
         group = share_group(request.cache_salt, shares)
@@ -99,7 +103,9 @@ def _checking(original: Any) -> Any:
 def _resolving_first(original: Any) -> Any:
     """``add_request`` that resolves the options of a rendered prompt on our thread.
 
-    vLLM processes a prompt that is not rendered yet on a thread of its own, our part included.
+    vLLM processes a prompt that is not rendered yet on a thread of its own, our part included. Of
+    input that comes in pieces, options are resolved without a prompt: at first vLLM only looks
+    whether it would take them, with a prompt that it makes up.
     """
 
     @functools.wraps(original)
@@ -112,14 +118,42 @@ def _resolving_first(original: Any) -> Any:
             and _is_unresolved(processor, params)
             and _is_acceptable(prompt, processor.model_config.max_model_len)
         ):
-            loop = asyncio.get_running_loop()
-            params = await loop.run_in_executor(
-                _thread, _with_resolved_options, processor, params, _token_ids(prompt)
-            )
+            params = await _on_thread(processor, params, _token_ids(prompt))
+        elif isinstance(prompt, AsyncGenerator):
+            if _is_unresolved(processor, params):
+                params = await _on_thread(processor, params, (), is_session=True)
+            prompt = _pieces(processor, prompt)
         return await original(self, request_id, prompt, params, *args, **kwargs)
 
     setattr(add_request, _WRAPPED_BY, True)
     return add_request
+
+
+async def _pieces(
+    processor: "InputProcessor", pieces: "AsyncGenerator[StreamingInput, None]"
+) -> "AsyncGenerator[StreamingInput, None]":
+    """Of a session, those with options of their own with these resolved."""
+    async for piece in pieces:
+        params = piece.sampling_params
+        if params is not None and _is_unresolved(processor, params):
+            params = await _on_thread(processor, params, (), is_session=True)
+            piece = dataclasses.replace(piece, sampling_params=params)
+        yield piece
+
+
+async def _on_thread(
+    processor: "InputProcessor",
+    params: "SamplingParams",
+    token_ids: Sequence[int],
+    *,
+    is_session: bool = False,
+) -> "SamplingParams":
+    """Parameters with resolved options; the caller's object stays as it was."""
+    own = copy.copy(params)
+    own.extra_args = await asyncio.get_running_loop().run_in_executor(
+        _thread, partial(_resolve, processor, params, token_ids, is_session=is_session)
+    )
+    return own
 
 
 def _refusing_at_once(original: Any) -> Any:
@@ -211,16 +245,12 @@ def _is_acceptable(prompt: Mapping[str, Any], max_model_len: int) -> bool:
     return 0 < length < max_model_len and in_range
 
 
-def _with_resolved_options(
-    processor: "InputProcessor", params: "SamplingParams", token_ids: list[int]
-) -> "SamplingParams":
-    own = copy.copy(params)  # the caller's object stays as it was
-    own.extra_args = _resolve(processor, params, token_ids)
-    return own
-
-
 def _resolve(
-    processor: "InputProcessor", params: "SamplingParams", token_ids: list[int]
+    processor: "InputProcessor",
+    params: "SamplingParams",
+    token_ids: Sequence[int],
+    *,
+    is_session: bool,
 ) -> dict[str, Any]:
     model = processor.model_config
     facts = RequestFacts(
@@ -228,6 +258,7 @@ def _resolve(
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         tokenizer=processor.tokenizer,
+        is_session=is_session,
     )
     try:
         settings = cast("MethodSettings", _settings(processor))

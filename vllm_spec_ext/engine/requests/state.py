@@ -111,6 +111,7 @@ class RequestStates:
                 prompt=request.token_ids[: request.num_prompt_tokens],
                 vocab_size=runner.vllm_config.model_config.get_vocab_size(),
                 max_model_len=runner.max_model_len,
+                is_session=is_session(request.params.extra_args),
             )
             state = self._states[request_id] = read_request(request.params, self._settings, facts)
         return state
