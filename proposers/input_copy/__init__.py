@@ -350,8 +350,9 @@ class InputCopy(BaseProposer):
 
         Raises:
             RequestOptionError: The span ends outside the prompt, the markers are not in it, the
-                input comes in pieces and has no whole prompt for either, a source is too long or holds ids that the model does not have, or a text was given
-                to an engine without a tokenizer.
+                input comes in pieces and has no whole prompt for either, a source is too long or
+                holds ids that the model does not have, or a text was given to an engine without
+                a tokenizer.
         """
         assert isinstance(options, InputCopyRequest)
         if facts.is_session:

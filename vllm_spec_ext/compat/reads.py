@@ -386,6 +386,12 @@ CLASSES: tuple[Reads, ...] = (
         },
     ),
     Reads(
+        "vllm.engine.protocol",
+        "StreamingInput",
+        "a piece of a session's input, whose options are resolved on a thread",
+        {"sampling_params": "SamplingParams | None"},
+    ),
+    Reads(
         "vllm.v1.engine.async_llm",
         "AsyncLLM",
         "a server's engine, whose requests are resolved on a thread",

@@ -137,8 +137,9 @@ async def _pieces(
         params = piece.sampling_params
         if params is not None and _is_unresolved(processor, params):
             params = await _on_thread(processor, params, (), is_session=True)
-            piece = dataclasses.replace(piece, sampling_params=params)
-        yield piece
+            yield dataclasses.replace(piece, sampling_params=params)
+        else:
+            yield piece
 
 
 async def _on_thread(
