@@ -4,6 +4,7 @@
 import errno
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from scenarios import PROMPTS, SCENARIOS
 from test_blockwise_engine import save_random_heads
 from tiny_engine import start_engine
 
-from vllm_spec_ext.engine.starting.online_checks import check_online
+from vllm_spec_ext.engine.starting.online_checks import check_online, is_on_ray
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.folder import (
     Control,
@@ -291,6 +292,17 @@ def test_a_relative_folder_is_refused_where_rays_workers_run() -> None:
         check_online(online, "blockwise", Blockwise, nothing, True, target, on_ray=True)
 
 
+def test_what_runs_on_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replicas and workers choose other executors than Ray's, too."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    assert is_on_ray("mp")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    assert not is_on_ray("mp")
+    assert is_on_ray("ray")
+    monkeypatch.delitem(sys.modules, "ray")
+    assert not is_on_ray("uni")
+
+
 @pytest.mark.parametrize(
     ("method", "config", "message"),
     [
@@ -309,7 +321,7 @@ def test_targets_that_no_trainer_could_read_are_refused(
     )
     online, nothing = OnlineOptions(folder=str(tmp_path)), MethodOptions()
     with pytest.raises(SpecExtError, match=f"target 'seer' .*{message}"):
-        check_online(online, method, Blockwise, nothing, True, target)
+        check_online(online, method, Blockwise, nothing, True, target, on_ray=False)
 
 
 def test_a_folder_of_other_heads_is_refused(

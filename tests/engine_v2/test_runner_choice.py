@@ -186,6 +186,10 @@ def test_on_a_gpu_what_need_not_wait_does_not(
     assert widths_of(made, 9)[1:] == [11] * 4 + [3] * 5
     made = config_of(tiny_model, speculative_config=asked, async_scheduling=not late)
     assert made.scheduler_config.async_scheduling != late
+    assert made.speculative_config.num_speculative_tokens == 11
+    made = config_of(tiny_model, speculative_config=config, async_scheduling=not late)
+    # Asynchronously all that may be drafted is verified in every step, whoever drafts.
+    assert made.speculative_config.num_speculative_tokens == (default if late else min(default, 8))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Online distillation as asked for in the front end: refused where it could not work."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from vllm_spec_ext.errors import SpecExtError
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
     from vllm_spec_ext.proposers.base import BaseProposer
 
 
+def is_on_ray(backend: object) -> bool:
+    """Whether the working directory is Ray's.
+
+    Args:
+        backend: vLLM's ``distributed_executor_backend``. Ray's own replicas and workers choose
+            others, too (2.60 on CPUs, or with one device).
+    """
+    ray = sys.modules.get("ray")
+    return backend == "ray" or (ray is not None and bool(ray.is_initialized()))
+
+
 def check_online(
     online: OnlineOptions,
     method: str,
@@ -24,7 +36,7 @@ def check_online(
     share_unsalted: bool,
     target: "ModelConfig",
     *,
-    on_ray: bool = False,
+    on_ray: bool,
 ) -> None:
     """Refuse what would record nothing, and a folder of another drafter.
 
@@ -35,7 +47,7 @@ def check_online(
         options: Its options.
         share_unsalted: As resolved for this engine.
         target: vLLM's configuration of the target.
-        on_ray: Workers are Ray's, and so is their working directory.
+        on_ray: As of :func:`is_on_ray`; a relative folder leads elsewhere there.
 
     Raises:
         SpecExtError: With what to change.

@@ -33,7 +33,7 @@ from vllm_spec_ext.engine.starting.limits import (
     worker_class,
 )
 from vllm_spec_ext.engine.starting.lora_room import batch_limits, leave_room_for_adapters
-from vllm_spec_ext.engine.starting.online_checks import check_online
+from vllm_spec_ext.engine.starting.online_checks import check_online, is_on_ray
 from vllm_spec_ext.engine.starting.runners import RunnerChoice, choose_runner
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
 from vllm_spec_ext.engine.views.view_checks import check_views, wanted_views
@@ -223,10 +223,12 @@ def build_spec_config(
     synchronous_because = scheduling.why_synchronous(
         engine_args, target_parallel_config, runner, late=late
     )
+    most = parsed.vllm_options[scheduling.WIDTH]
     if synchronous_because is not None:
         scheduling.make_synchronous(engine_args)
-    elif late:
-        most = parsed.vllm_options["num_speculative_tokens"]
+    elif not late:
+        parsed.vllm_options[scheduling.WIDTH] = scheduling.async_width(parsed.given, most)
+    else:
         rests = scheduling.may_rest(engine_args, parsed.given, parsed.options)
         parsed.vllm_options.update(scheduling.late_widths(parsed.given, most, rests=rests))
         if rests:
@@ -253,7 +255,7 @@ def build_spec_config(
             parsed.options,
             share_unsalted,
             target_model_config,
-            on_ray=target_parallel_config.distributed_executor_backend == "ray",
+            on_ray=is_on_ray(target_parallel_config.distributed_executor_backend),
         )
     all_views = proposer.views(parsed.options)
     views = wanted_views(all_views)
