@@ -42,6 +42,35 @@ WIDTH_SCHEDULER = "vllm_spec_ext.engine.v2.late_tables.width_scheduler.WidthSche
 ANY_NUMBER = 1 << 16  # of requests; above what an engine can have
 
 
+def settle(
+    args: "EngineArgs", parallel: "ParallelConfig", runner: RunnerChoice, parsed: "ParsedMethod"
+) -> str | None:
+    """Choose a scheduler, and how much is drafted with it; sets both.
+
+    Args:
+        args: ``EngineArgs``.
+        parallel: Target ``ParallelConfig``.
+        runner: Of the engine.
+        parsed: The method.
+
+    Returns:
+        As of :func:`why_synchronous`.
+    """
+    late = drafts_late(parsed, runner)
+    because = why_synchronous(args, parallel, runner, late=late)
+    most = parsed.vllm_options[WIDTH]
+    if because is not None:
+        make_synchronous(args)
+    elif not late:
+        parsed.vllm_options[WIDTH] = async_width(parsed.given, most)
+    else:
+        rests = may_rest(args, parsed.given, parsed.options)
+        parsed.vllm_options.update(late_widths(parsed.given, most, rests=rests))
+        if rests:
+            args.scheduler_cls = WIDTH_SCHEDULER
+    return because
+
+
 def has_gpu() -> bool:
     """Whether the engine's steps run beside the host."""
     from vllm.platforms import current_platform

@@ -219,20 +219,7 @@ def build_spec_config(
     runner = choose_runner(engine_args, method, target_parallel_config)
     refuse_async(engine_args, method, runner)
     refuse_installed_processors(method, runner)
-    late = scheduling.drafts_late(parsed, runner)
-    synchronous_because = scheduling.why_synchronous(
-        engine_args, target_parallel_config, runner, late=late
-    )
-    most = parsed.vllm_options[scheduling.WIDTH]
-    if synchronous_because is not None:
-        scheduling.make_synchronous(engine_args)
-    elif not late:
-        parsed.vllm_options[scheduling.WIDTH] = scheduling.async_width(parsed.given, most)
-    else:
-        rests = scheduling.may_rest(engine_args, parsed.given, parsed.options)
-        parsed.vllm_options.update(scheduling.late_widths(parsed.given, most, rests=rests))
-        if rests:
-            engine_args.scheduler_cls = scheduling.WIDTH_SCHEDULER
+    synchronous_because = scheduling.settle(engine_args, target_parallel_config, runner, parsed)
     if not parsed.vllm_options.get("num_speculative_tokens_per_batch_size"):
         refuse_short_prefills(engine_args, method, parsed.vllm_options["num_speculative_tokens"])
     check_rule(parsed.rule, parsed.allow_lossy, target_model_config.get_vocab_size())
