@@ -51,26 +51,29 @@ class Session:
 FIRST = [11, 12, 13, 14, 15, 16, 17, 18]
 
 
-def check_stop_tokens(engine: Any, known: dict[Any, list[list[int]]]) -> None:
+def check_stop_tokens(
+    engine: Any, known: dict[Any, list[list[int]]], told_by: str = "truth"
+) -> None:
     """What is accepted behind a stop token is no part of a session.
 
     Args:
-        engine: Of the oracle, whose drafts go on behind it.
+        engine: Of a method that is told the answer, so that its drafts go on behind it.
         known: What sessions without drafts were answered, on any engine of the same model; is
             added to.
+        told_by: The request option that tells it.
     """
 
     def turns(chunk: Sequence[int], stop: int, truths: Sequence[list[int]]) -> list[list[int]]:
         session = Session(engine)
         found = [
-            session.turn(FIRST, [stop], truth=truths[0]),
-            session.turn(chunk, truth=truths[1]),
+            session.turn(FIRST, [stop], **{told_by: truths[0]}),
+            session.turn(chunk, **{told_by: truths[1]}),
         ]
         session.end()
         return found
 
     whole = Session(engine)
-    truth = whole.turn(FIRST, truth=[])
+    truth = whole.turn(FIRST, **{told_by: []})
     whole.end()
     for stop in sorted(set(truth[1:9])):
         for length in (1, 2, 6, 40):

@@ -14,7 +14,7 @@ from generation import (
     run_with_aborts,
     tokens,
 )
-from scenarios import PROMPTS, SCENARIOS, Scenario
+from scenarios import LONG, LONG_SIZES, PROMPTS, SCENARIOS, Scenario
 
 from vllm_spec_ext.engine.drafting import drafter
 from vllm_spec_ext.engine.row_padding import Layer, RowPadding
@@ -170,6 +170,18 @@ def test_abort_in_mid_generation(answers: Answers, speculative: Any) -> None:
     speculative.collective_rpc("spec_ext_reset")
     finished = run_with_aborts(speculative, scenario, (4, 7), at_step=2, truths=truths)
     assert finished == {i: one[0] for i, one in enumerate(expected) if i not in (4, 7)}
+
+
+@pytest.mark.parametrize("name", ["oracle", "oracle_tree"])
+def test_every_layer_sees_a_window(name: str, make_engine: Any) -> None:
+    """Trees are verified there, too; blocks that the window has left are given back."""
+    window = {"sliding_window": 48, "layer_types": ["sliding_attention"] * 3}
+    sizes = {**LONG_SIZES, "hf_overrides": window}
+    expected = tokens(run(make_engine(**sizes), LONG))
+    engine = make_engine(speculative_config=METHODS[name], **sizes)
+    assert engine.llm_engine.model_config.get_sliding_window() == 48
+    for _ in range(2):  # then from the prefix cache
+        assert tokens(run(engine, LONG, [out[0] for out in expected])) == expected
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle_tree"])

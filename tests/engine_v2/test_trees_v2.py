@@ -76,6 +76,17 @@ def test_what_is_accepted_behind_a_stop_token(
     check_stop_tokens(make_engine(speculative_config=oracle, **more), sessions_without_drafts)
 
 
+def test_what_late_drafts_have_accepted_behind_a_stop_token(
+    make_engine: Any, sessions_without_drafts: dict[Any, list[list[int]]]
+) -> None:
+    """The next step is in flight when the host sees the stop token."""
+    copies = {"method": "input_copy", "num_speculative_tokens": 8}
+    engine = make_engine(speculative_config=copies, async_scheduling=True)
+    late = runner_of(engine).late_steps
+    assert late is not None
+    check_stop_tokens(engine, sessions_without_drafts, told_by="source_token_ids")
+
+
 def test_rows_that_no_grammar_was_asked_for_are_not_accepted(
     plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

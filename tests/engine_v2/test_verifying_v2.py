@@ -25,6 +25,7 @@ from test_greedy_identity import (
     runner_of,
     test_what_was_foreseen_belongs_to_the_row_of_the_request,
 )
+from test_logprobs_modes import test_they_are_those_of_plain_decoding
 from test_relaxed_rules import (
     expected,
     test_a_request_may_ask_for_the_exact_rule,
@@ -44,6 +45,7 @@ __all__ = [
     "test_eta_cuts_what_is_improbable",
     "test_min_block_takes_drafts_and_reports_the_targets_logprobs",
     "test_no_rule_lets_a_draft_outlive_a_thinking_budget",
+    "test_they_are_those_of_plain_decoding",
     "test_what_was_foreseen_belongs_to_the_row_of_the_request",
     "thinker",
 ]
