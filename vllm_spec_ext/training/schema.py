@@ -157,10 +157,21 @@ class Training(Options):
     def _list_of_one(cls, given: Any) -> Any:
         return [given] if isinstance(given, str | Path) else given
 
+    # A config file has no shell to expand `~`.
     @field_validator("out", "run_dir", "data")
     @classmethod
     def _expand_home(cls, path: Path | None) -> Path | None:
-        return path and Path(os.path.expanduser(path))  # a config file has no shell to do it
+        return path and Path(os.path.expanduser(path))
+
+    @field_validator("prompts")
+    @classmethod
+    def _expand_prompts(cls, paths: list[Path]) -> list[Path]:
+        return [Path(os.path.expanduser(path)) for path in paths]
+
+    @field_validator("model")
+    @classmethod
+    def _expand_model(cls, name: str) -> str:
+        return os.path.expanduser(name)  # no name on the Hub starts with one
 
     @field_validator("push_to_hub")
     @classmethod

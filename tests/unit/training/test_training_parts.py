@@ -451,9 +451,12 @@ def test_settings_from_flags_and_file(tmp_path: Path) -> None:
     yaml = tmp_path / "run.yaml"
     yaml.write_text("model: m\nout: heads\nprompts: [a.txt, b.txt]\n")
     assert parse("--config", str(yaml)).prompts == [Path("a.txt"), Path("b.txt")]
-    yaml.write_text("model: m\nout: ~/heads\ndata: ~/data\nprompts: a.txt\n")
+    yaml.write_text("model: ~/m\nout: ~/heads\ndata: ~/data\nprompts: [a.txt, ~/b.txt]\n")
     one = parse("--config", str(yaml))
-    assert one.prompts == [Path("a.txt")]
+    assert one.prompts == [Path("a.txt"), Path.home() / "b.txt"]
+    assert one.model == str(Path.home() / "m")
+    yaml.write_text("model: m\nout: heads\nprompts: a.txt\n")
+    assert parse("--config", str(yaml)).prompts == [Path("a.txt")]
     assert (one.out, one.data_folder) == (Path.home() / "heads", Path.home() / "data")
     yaml.write_bytes("model: é\n".encode("latin-1"))
     with pytest.raises(SpecExtError, match=r"run.yaml is not UTF-8 text"):
