@@ -148,6 +148,14 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
+def not_readable(error: OSError) -> str:
+    """What to say of a file that may be whole: nobody should delete it for that."""
+    return (
+        f"cannot be read: {error.strerror or error}; expected a file that this process may read. "
+        "Mend its permissions or its disk, and run again"
+    )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from vllm_spec_ext.errors import SpecExtError
@@ -28,6 +29,7 @@ from vllm_spec_ext.online.folder import (
 from vllm_spec_ext.online.session import OnlineSession, Origin
 from vllm_spec_ext.online.versions import drafter_hash, version_folder, write_version
 from vllm_spec_ext.options import OnlineOptions
+from vllm_spec_ext.proposers.base import Draft, StepContext, StepOutcome
 
 NAME = "weights"
 
@@ -65,12 +67,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (own / NAME).write_bytes(b"own")
     made: list[OnlineSession] = []
 
-    def begin(*, is_first: bool, steps_a_turn: int = 1, **more: Any) -> Any:
+    def begin(*, is_first: bool, steps_a_turn: int = 1, fresh: bool = False, **more: Any) -> Any:
         options = {"folder": str(tmp_path / "online"), "guard": 0.0, **more}
         origin = Origin("blockwise", "toy", 10, own, lambda: {NAME: b"own"})
         learner = Learner(steps_a_turn)
         given = OnlineOptions.model_validate(options)
-        made.append(OnlineSession(given, origin, learner, is_first=is_first))
+        made.append(OnlineSession(given, origin, learner, is_first=is_first, fresh=fresh))
         return made[-1], learner
 
     yield begin
@@ -488,6 +490,26 @@ def test_turns(start: Start, tmp_path: Path) -> None:
     session.begin_step()
     assert session._role == "serving"
     assert learner.used[-1] == b"own"
+
+
+def test_a_record_that_cannot_be_read_is_not_called_damaged(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be whole, and tells what is served and what was obeyed: nobody should delete it."""
+    root = tmp_path / "online"
+    start(is_first=True)[0].close()
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(SpecExtError, match=r"engine.json cannot be read: Permission") as found:
+            read_record(root, EngineState)
+    assert "delete" not in str(found.value)
+    (root / "engine.json").write_text("{")
+    with pytest.raises(SpecExtError, match=r"(?s)engine.json is damaged .*delete it"):
+        read_record(root, EngineState)
 
 
 def test_the_folder_says_whose_it_is(start: Start, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from toy_language import VOCAB, save_random_llama, save_word_tokenizer, write_te
 from vllm_spec_ext.cli.train import train_app
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
+from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.blockwise.heads import load_heads
 from vllm_spec_ext.training import distill, loop
 from vllm_spec_ext.training.atomic import DiskFullError
@@ -31,6 +32,7 @@ from vllm_spec_ext.training.blockwise.tokens_seen import tokens_seen
 from vllm_spec_ext.training.blockwise.trainer import main, train_blockwise
 from vllm_spec_ext.training.draft_vocab import frequent_tokens
 from vllm_spec_ext.training.hidden import live_states
+from vllm_spec_ext.training.record_states import METHOD
 from vllm_spec_ext.training.shards import (
     TokenSequence,
     open_manifest,
@@ -528,6 +530,27 @@ def test_a_new_shard_drops_the_states_of_the_former_one(target: Path, tmp_path: 
     tokenizer = load_tokenizer(str(target))
     distill.make_data(config, tokenizer, CountingGenerator, quiet)
     assert not states_path(tmp_path / "d", 0).exists()
+
+
+def test_recorded_states_that_cannot_be_read_are_not_called_damaged(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors
+
+    config = settings(target, data, tmp_path / "h", max_steps=2, cache_hidden=True)
+    train_blockwise(config, quiet)
+
+    safe_open = safetensors.safe_open
+
+    def refuse(path: str, **given: Any) -> Any:
+        if "hidden" in path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return safe_open(path, **given)
+
+    monkeypatch.setattr(safetensors, "safe_open", refuse)
+    with pytest.raises(SpecExtError, match=r"hidden-00000.* cannot be read: Permission") as found:
+        train_blockwise(config.model_copy(update={"stage": "eval"}), quiet)
+    assert "delete" not in str(found.value)
 
 
 def test_provenance_keeps_the_commands_that_trained(

@@ -394,6 +394,21 @@ def test_a_folder_takes_the_place_of_another_or_nothing_happens(
         check_replaceable(tmp_path / "new")
 
 
+def test_a_state_that_cannot_be_read_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be whole; to start over would lose hours of training."""
+    (tmp_path / STATE_NAME).write_bytes(b"whole")
+
+    def refuse(path: Path, **_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(SpecExtError, match=r"state.pt cannot be read: Permission") as found:
+        restore(None, tmp_path, {}, "auto")  # type: ignore[arg-type]
+    assert "restart" not in str(found.value)
+
+
 def test_recordings_are_complete_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
