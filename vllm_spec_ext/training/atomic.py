@@ -14,6 +14,9 @@ from typing import Any, BinaryIO
 
 from vllm_spec_ext.errors import SpecExtError
 
+PARTIAL = ".partial"
+"""Folder within another one for new files that are to take their places there."""
+
 _ABANDONED_S = 3600.0  # since a file was written to
 
 
@@ -98,7 +101,7 @@ def new_files(folder: Path, last: str, former: Sequence[str] = ()) -> Iterator[P
     Raises:
         DiskFullError: All is as before.
     """
-    made = folder / ".partial"
+    made = folder / PARTIAL
     shutil.rmtree(made, ignore_errors=True)
     try:
         with disk_full_named(folder):

@@ -241,6 +241,11 @@ class Training(Options):
         return [*kept, ("--model", model)] if model.is_dir() else kept
 
     @property
+    def writes_result(self) -> bool:
+        """Whether there will be a new result in ``out``."""
+        return self.stage in ("all", "train") and not self.dry_run
+
+    @property
     def trains_target(self) -> bool:
         """Whether the target's own weights change, too."""
         return False

@@ -25,6 +25,7 @@ from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
 from vllm_spec_ext.training.distill import request_seeds
 from vllm_spec_ext.training.draft import checkpoint
 from vllm_spec_ext.training.draft.checkpoint import check_replaceable
+from vllm_spec_ext.training.draft.schema import DraftTraining
 from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.loop import STATE_NAME, restore
@@ -147,6 +148,16 @@ def test_what_a_training_reads_is_not_its_result(tmp_path: Path, option: str) ->
         check_apart(config.out, config.kept_folders)
     config = NarTraining(**{**given, name: str(tmp_path / "b")})
     check_apart(config.out, config.kept_folders)
+
+
+def test_a_draft_takes_the_place_of_no_prompts(tmp_path: Path) -> None:
+    """Its folder is replaced as a whole; heads leave other files in theirs."""
+    given = {"model": "org/name", "out": tmp_path / "a", "prompts": [tmp_path / "a/p.txt"]}
+    draft = DraftTraining(**given)
+    with pytest.raises(SpecExtError, match=r"--prompts: .*/a/p.txt lies in --out .*/a"):
+        check_apart(draft.out, draft.kept_folders)
+    heads = BlockwiseTraining(**given)
+    check_apart(heads.out, heads.kept_folders)
 
 
 def test_a_full_disk_leaves_the_former_file(
