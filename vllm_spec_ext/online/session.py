@@ -142,12 +142,14 @@ class OnlineSession:
             learner: Has the weights of the start.
             is_first: Of the replicas of a server this one records and decides, unless another
                 server does.
-            fresh: Begin with the weights of the start, whatever was learned before.
+            fresh: Begin with the weights of the start, whatever was learned before. One that
+                follows another server keeps them.
 
         Raises:
             SpecExtError: The folder is another drafter's, or cannot be written.
         """
         self._options, self._origin, self._learner = options, origin, learner
+        self._is_fresh = fresh
         self._root = folder_path(options)
         self._lead = FolderLock(self._root / _LOCK) if is_first else None
         self.tap: Tap | None = None
@@ -166,7 +168,7 @@ class OnlineSession:
                     self._root,
                 )
             self._weights: dict[int, object] = {0: self._first_weights()}
-            self._state = self._first_state(fresh)
+            self._state = self._first_state()
         except BaseException:
             self._release()
             raise
@@ -343,12 +345,8 @@ class OnlineSession:
         except OSError as error:
             raise SpecExtError(f"online: cannot write to {self._root}: {error}") from error
 
-    def _first_state(self, fresh: bool) -> EngineState:
+    def _first_state(self) -> EngineState:
         state = self._former_state()
-        numbers = version_numbers(self._root)
-        if fresh:
-            newest = max(numbers, default=0)
-            return state.model_copy(update={"serving": 0, "handled": newest})
         if state.serving:
             try:
                 self._weights[state.serving] = self._read(state.serving)
@@ -358,10 +356,13 @@ class OnlineSession:
         return state
 
     def _former_state(self) -> EngineState:
-        """What was known when the last server ended."""
+        """What was known when the last server ended; a fresh one takes up nothing of it."""
         state = read_record(self._root, EngineState) or EngineState()
         handled = state.handled if state.trying is None else state.trying - 1  # it is tried again
         changes = {"trying": None, "handled": handled, "since": time.time()}
+        if self._is_fresh:
+            newest = max(version_numbers(self._root), default=0)
+            changes |= {"serving": 0, "handled": newest}
         return state.model_copy(update=changes)
 
     def _start_recording(self) -> None:
@@ -509,7 +510,7 @@ class OnlineSession:
             try:
                 if self._is_first:
                     self._look()
-                elif self._offered is None:
+                elif self._offered is None and not self._is_fresh:
                     self._follow()
                 if time.monotonic() - told < _TELL_S:
                     continue

@@ -492,6 +492,45 @@ def test_turns(start: Start, tmp_path: Path) -> None:
     assert learner.used[-1] == b"own"
 
 
+def test_a_replica_that_was_reset_keeps_the_weights_of_the_start(
+    start: Start, tmp_path: Path
+) -> None:
+    """A benchmark resets its engine between passes; what was learned says itself anew at once."""
+    root = tmp_path / "online"
+    start(is_first=True)[0].close()
+    publish(root, 1, b"one")
+    write_record(root, EngineState(serving=1))
+    follower, learner = start(is_first=False, fresh=True)
+    time.sleep(0.6)  # two looks
+    follower.begin_step()
+    publish(root, 2, b"two")
+    write_record(root, EngineState(serving=2))
+    time.sleep(0.6)
+    follower.begin_step()
+    assert (follower.state.serving, learner.used) == (0, [b"own"])
+
+
+def test_a_server_that_was_reset_takes_over_with_the_weights_of_the_start(
+    start: Start, tmp_path: Path
+) -> None:
+    root = tmp_path / "online"
+    first, _ = start(is_first=True)
+    second, learner = start(is_first=True, fresh=True)
+    publish(root, 1, b"one")
+    until(partial(has_ready, first, 1))
+    first.begin_step()
+    first._serve(1, "it was better")
+    until(partial(says, root, 1))
+    first.close()
+    second.begin_step()
+    until(lambda: second._offered is not None)
+    second.begin_step()
+    assert second.tap is not None
+    time.sleep(0.6)
+    second.begin_step()
+    assert (second.state.serving, second.state.trying, learner.used) == (0, None, [b"own"])
+
+
 def test_a_record_that_cannot_be_read_is_not_called_damaged(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
