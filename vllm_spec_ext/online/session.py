@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_spec_ext.errors import RanksApartError, SpecExtError
 from vllm_spec_ext.online.folder import (
@@ -122,6 +123,14 @@ class _Ready:
     order: int | None = None  # that is obeyed by it
 
 
+class _Drafter(NamedTuple):
+    """Who made a request's draft."""
+
+    role: Role
+    version: int
+    compared: bool  # as of Trial.count
+
+
 class OnlineSession:
     """Of one engine; all but the thread's own methods are called by the engine's step."""
 
@@ -174,7 +183,8 @@ class OnlineSession:
             raise
         self._using = -1
         self._turn_left = 0  # steps
-        self._drafted_by: dict[str, tuple[Role, int]] = {}
+        self._is_frozen = False  # in this step; the thread changes the state at any time
+        self._drafted_by: dict[str, _Drafter] = {}
         self._ready: _Ready | None = None
         self._offered: _Lead | None = None
         self._has_stepped = False  # since the thread looked
@@ -217,10 +227,10 @@ class OnlineSession:
         if self._is_first:
             self._decide()
         ends = (before.serving, before.trying) != (self._state.serving, self._state.trying)
-        ends |= self._state.frozen and self._role == "trial"
-        if self._turn_left <= 0 or ends:
+        was_frozen, self._is_frozen = self._is_frozen, self._state.frozen
+        if self._turn_left <= 0 or ends or was_frozen != self._is_frozen:
             self._role = self._trial.role(
-                self._is_first and self._state.serving != 0, self._state.frozen
+                self._is_first and self._state.serving != 0, self._is_frozen
             )
             self._turn_left = self._learner.steps_a_turn
         self._turn_left -= 1
@@ -234,16 +244,17 @@ class OnlineSession:
         for request, draft in zip(step.requests, drafts, strict=True):
             self._drafted_by.pop(request.request_id, None)
             if len(draft):
-                self._drafted_by[request.request_id] = self._role, self._using
+                drafter = _Drafter(self._role, self._using, not self._is_frozen)
+                self._drafted_by[request.request_id] = drafter
             elif request.room > 0:
-                self._trial.count(self._role, 0)
+                self._trial.count(self._role, 0, compared=not self._is_frozen)
 
     def verified(self, outcomes: Sequence[StepOutcome]) -> None:
         """Count what became of the drafts, for the version that made them."""
         for outcome in outcomes:
-            role, version = self._drafted_by.pop(outcome.request_id, ("serving", -1))
-            if version == self._version_of(role):
-                self._trial.count(role, outcome.num_accepted)
+            made = self._drafted_by.pop(outcome.request_id, None)
+            if made is not None and made.version == self._version_of(made.role):
+                self._trial.count(made.role, outcome.num_accepted, compared=made.compared)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone."""

@@ -492,6 +492,84 @@ def test_turns(start: Start, tmp_path: Path) -> None:
     assert learner.used[-1] == b"own"
 
 
+def step(session: OnlineSession, accepted: int) -> str:
+    """One step of one request, and the role that drafted it."""
+    request = SimpleNamespace(request_id="a", room=9)
+    session.begin_step()
+    session.drafted(
+        cast(StepContext, SimpleNamespace(requests=[request])), [Draft(np.array([1, 2], np.int32))]
+    )
+    role = session._role
+    session.verified([StepOutcome("a", 2, accepted)])
+    return role
+
+
+def hold(session: OnlineSession) -> None:
+    """Let its thread change nothing more."""
+    session._stop.set()
+    session._thread.join()
+
+
+def test_what_is_served_while_frozen_is_not_compared(start: Start, tmp_path: Path) -> None:
+    """The version on trial does not draft then, so the two would be judged on other requests."""
+    session, _ = start(is_first=True)
+    publish(tmp_path / "online", 1, b"one")
+    until(lambda: session._ready is not None)
+    for _ in range(100):
+        step(session, 1)
+    before = session._trial._before.count
+    assert before + session._trial._after.count == 100
+    write_record(tmp_path / "online", Control(frozen=True))
+    until(lambda: session.state.frozen)
+    assert {step(session, 2) for _ in range(200)} == {"serving"}
+    assert (session._trial._before.count, session._trial._before.mean) == (before, 1.0)
+    assert session._trial.serving.count == before + 200  # what it is in use for is still shown
+    write_record(tmp_path / "online", Control(serial=1))
+    until(lambda: not session.state.frozen)
+    for _ in range(100):
+        step(session, 1)
+    assert session._trial._before.count + session._trial._after.count == 200
+    assert session._trial._before.mean == session._trial._after.mean == 1.0
+
+
+def test_a_draft_counts_as_of_the_step_that_made_it(start: Start, tmp_path: Path) -> None:
+    """Its outcome comes when learning may have been frozen, or go on."""
+    session, _ = start(is_first=True)
+    publish(tmp_path / "online", 1, b"one")
+    until(lambda: session._ready is not None)
+    session.begin_step()
+    hold(session)
+    request = SimpleNamespace(request_id="a", room=9)
+    context = cast(StepContext, SimpleNamespace(requests=[request]))
+    for frozen in (True, False):
+        before = session._trial._before.count + session._trial._after.count
+        session._set(frozen=frozen)
+        session.begin_step()
+        session.drafted(context, [Draft(np.array([1, 2], np.int32))])
+        session._set(frozen=not frozen)
+        session.verified([StepOutcome("a", 2, 1)])
+        after = session._trial._before.count + session._trial._after.count
+        assert after - before == (not frozen)
+
+
+def test_a_turn_ends_when_learning_is_frozen_and_when_it_goes_on(
+    start: Start, tmp_path: Path
+) -> None:
+    """A turn of the version in use that began while frozen would count for nothing but it."""
+    session, _ = start(is_first=True, steps_a_turn=1000)
+    publish(tmp_path / "online", 1, b"one")
+    until(lambda: session._ready is not None)
+    session.begin_step()
+    hold(session)
+    roles = set()
+    for _ in range(20):
+        session._set(frozen=True)
+        assert step(session, 1) == "serving"
+        session._set(frozen=False)
+        roles.add(step(session, 1))
+    assert roles == {"serving", "trial"}
+
+
 def test_a_replica_that_was_reset_keeps_the_weights_of_the_start(
     start: Start, tmp_path: Path
 ) -> None:
