@@ -173,12 +173,12 @@ def main() -> None:
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     count = session._trial.count
 
-    def counted(role: str, accepted: int) -> None:
+    def counted(role: str, accepted: int, *, compared: bool = True) -> None:
         at_start = role == "guard" or (role == "serving" and session.state.serving == 0)
         found = counts["start" if at_start else role]
         found[0] += 1
         found[1] += accepted
-        count(role, accepted)
+        count(role, accepted, compared=compared)
 
     session._trial.count = counted
     prompts = take_prompts(given.domain)

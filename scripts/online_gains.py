@@ -81,7 +81,7 @@ def accepted_a_step(llm: Any, session: Any, chats: list[Any], params: Any) -> fl
     """Draft tokens accepted in a request's step, of all steps behind a prompt."""
     counts = [0, 0]
 
-    def counted(role: str, accepted: int) -> None:
+    def counted(role: str, accepted: int, **_: bool) -> None:
         counts[0] += 1
         counts[1] += accepted
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.whole_text import check_whole
 
 PIECE_CHARS = 1 << 16
 
@@ -23,7 +24,8 @@ def read_documents(path: Path, field: str) -> Iterator[tuple[str, int]]:
         field: Field or column that holds the text in JSON lines and parquet.
 
     Raises:
-        SpecExtError: Unreadable, not UTF-8, without the field, or parquet without pyarrow.
+        SpecExtError: Unreadable, not UTF-8, with half a character, without the field, or parquet
+            without pyarrow.
     """
     if not path.is_file():
         raise SpecExtError(f"no such file: {path}; give text, .jsonl or .parquet files as --input")
@@ -84,6 +86,7 @@ def _texts(value: object, where: str) -> Iterator[str]:
                 f"{where}: found {type(text).__name__}, expected a text, a list of texts or a "
                 "list of messages with 'content'"
             )
+        check_whole(text, where)
         yield text
 
 

@@ -27,6 +27,7 @@ FILE_VERSION = "1"
 KIND = "adaptive_ngram.overlay"
 
 _FIX = "Delete the file or choose another overlay_file."
+_FIX_ACCESS = "Mend its permissions or its disk, or choose another overlay_file."
 _PARTIAL = ".partial"  # as training/atomic.py has it
 
 
@@ -296,7 +297,9 @@ def check_overlay(path: Path, fingerprint: str, vocab_size: int, num_buckets: in
             metadata = file.metadata() or {}
             names = list(file.keys())
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    except (SafetensorError, OSError) as error:
+    except OSError as error:  # it may be whole
+        raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX_ACCESS}") from error
+    except SafetensorError as error:
         raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX}") from error
     found = (metadata.get("kind"), metadata.get("version"), metadata.get("vocab_size"))
     expected = (KIND, FILE_VERSION, str(vocab_size))
@@ -324,7 +327,9 @@ def load_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: in
     check_overlay(path, fingerprint, vocab_size, arrays.keys.shape[1] // WAYS)
     try:
         tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
+    except OSError as error:  # it may be whole
+        raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX_ACCESS}") from error
+    except SafetensorError as error:
         raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX}") from error
     targets = {name: getattr(arrays, name)[0] for name in ("keys", "stamps", "tokens", "weights")}
     targets |= {"clock": arrays.clocks[:1], "generation": arrays.generations[:1]}

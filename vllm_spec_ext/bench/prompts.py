@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.whole_text import check_whole
 
 BUNDLED = "bundled"
 ALL = "all"  # category of a line that names none
@@ -141,6 +142,10 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
     if not isinstance(category, str):
         raise SpecExtError(f"{where}: 'category' is {category!r}, expected a text")
     value = row[field]
+    parts = value if isinstance(value, list) else [value]
+    for text in (part["content"] if _is_message(part) else part for part in parts):
+        if isinstance(text, str):
+            check_whole(text, where, repr(field))
     if isinstance(value, str):
         texts = [value]
     elif isinstance(value, list) and value and all(isinstance(part, str) for part in value):

@@ -22,6 +22,7 @@ from vllm_spec_ext.options import MethodOptions, parse_options
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import BaseProposer, EngineHandle
 from vllm_spec_ext.replay import Recording, ReplayResult, Row, replay
+from vllm_spec_ext.whole_text import check_whole
 
 MOST_IDS = 1 << 22
 """More than any vocabulary has: proposers make tables of its size."""
@@ -95,6 +96,8 @@ def _recording(line: str, where: str, tokenizer: object | None) -> Recording:
             f"{where}: found {', '.join(fields) or 'no fields'}; expected prompt_token_ids and "
             "output_token_ids, or the texts prompt and output"
         )
+    for name, text in zip(("prompt", "output"), texts, strict=True):
+        check_whole(str(text), where, name)
     if tokenizer is None:
         raise SpecExtError(f"{where} holds texts; name the model with --tokenizer")
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import OnlineOptions
-from vllm_spec_ext.training.atomic import write_json
+from vllm_spec_ext.training.atomic import not_readable, write_json
 
 
 class _Record(BaseModel):
@@ -123,14 +123,16 @@ def read_record(root: Path, kind: type[RecordT]) -> RecordT | None:
     """A file of a folder; None if it is not there.
 
     Raises:
-        SpecExtError: It is damaged.
+        SpecExtError: It is damaged, or cannot be read.
     """
     path = root / _NAMES[kind]
     try:
         return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (ValidationError, OSError) as error:
+    except OSError as error:
+        raise SpecExtError(f"{path} {not_readable(error)}") from error
+    except ValidationError as error:
         raise SpecExtError(f"{path} is damaged ({error}); delete it") from error
 
 

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import queue
 import random
+import re
 import threading
 import time
 from pathlib import Path
@@ -20,17 +21,17 @@ SAMPLES = "samples"
 _SHARD_STARTS = 256
 _FLUSH_SECONDS = 10.0
 _DIGITS = 16
+_NAME = re.compile(rf"(\d{{8,}})-[0-9a-f]{{{_DIGITS}}}\.safetensors")
 
 
 def shards(folder: Path) -> list[Path]:
-    """Shards of a folder of samples, oldest first."""
-    return sorted(folder.glob("*.safetensors"))
+    """Shards of a folder of samples, oldest first; files of others are none, and stay."""
+    return sorted(path for path in folder.glob("*.safetensors") if _NAME.fullmatch(path.name))
 
 
 def number_of(shard: Path) -> int:
-    """How many shards were written before it; -1 = it is not named as ours are."""
-    digits = shard.name.partition("-")[0]
-    return int(digits) if digits.isdecimal() else -1
+    """How many shards were written before it."""
+    return int(shard.name.partition("-")[0])
 
 
 def write_shard(folder: Path, number: int, traces: list[Trace]) -> Path:

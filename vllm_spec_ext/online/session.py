@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_spec_ext.errors import RanksApartError, SpecExtError
 from vllm_spec_ext.online.folder import (
@@ -122,6 +123,14 @@ class _Ready:
     order: int | None = None  # that is obeyed by it
 
 
+class _Drafter(NamedTuple):
+    """Who made a request's draft."""
+
+    role: Role
+    version: int
+    compared: bool  # as of Trial.count
+
+
 class OnlineSession:
     """Of one engine; all but the thread's own methods are called by the engine's step."""
 
@@ -142,12 +151,14 @@ class OnlineSession:
             learner: Has the weights of the start.
             is_first: Of the replicas of a server this one records and decides, unless another
                 server does.
-            fresh: Begin with the weights of the start, whatever was learned before.
+            fresh: Begin with the weights of the start, whatever was learned before. One that
+                follows another server keeps them.
 
         Raises:
             SpecExtError: The folder is another drafter's, or cannot be written.
         """
         self._options, self._origin, self._learner = options, origin, learner
+        self._is_fresh = fresh
         self._root = folder_path(options)
         self._lead = FolderLock(self._root / _LOCK) if is_first else None
         self.tap: Tap | None = None
@@ -166,13 +177,14 @@ class OnlineSession:
                     self._root,
                 )
             self._weights: dict[int, object] = {0: self._first_weights()}
-            self._state = self._first_state(fresh)
+            self._state = self._first_state()
         except BaseException:
             self._release()
             raise
         self._using = -1
         self._turn_left = 0  # steps
-        self._drafted_by: dict[str, tuple[Role, int]] = {}
+        self._is_frozen = False  # in this step; the thread changes the state at any time
+        self._drafted_by: dict[str, _Drafter] = {}
         self._ready: _Ready | None = None
         self._offered: _Lead | None = None
         self._has_stepped = False  # since the thread looked
@@ -215,10 +227,10 @@ class OnlineSession:
         if self._is_first:
             self._decide()
         ends = (before.serving, before.trying) != (self._state.serving, self._state.trying)
-        ends |= self._state.frozen and self._role == "trial"
-        if self._turn_left <= 0 or ends:
+        was_frozen, self._is_frozen = self._is_frozen, self._state.frozen
+        if self._turn_left <= 0 or ends or was_frozen != self._is_frozen:
             self._role = self._trial.role(
-                self._is_first and self._state.serving != 0, self._state.frozen
+                self._is_first and self._state.serving != 0, self._is_frozen
             )
             self._turn_left = self._learner.steps_a_turn
         self._turn_left -= 1
@@ -232,16 +244,17 @@ class OnlineSession:
         for request, draft in zip(step.requests, drafts, strict=True):
             self._drafted_by.pop(request.request_id, None)
             if len(draft):
-                self._drafted_by[request.request_id] = self._role, self._using
+                drafter = _Drafter(self._role, self._using, not self._is_frozen)
+                self._drafted_by[request.request_id] = drafter
             elif request.room > 0:
-                self._trial.count(self._role, 0)
+                self._trial.count(self._role, 0, compared=not self._is_frozen)
 
     def verified(self, outcomes: Sequence[StepOutcome]) -> None:
         """Count what became of the drafts, for the version that made them."""
         for outcome in outcomes:
-            role, version = self._drafted_by.pop(outcome.request_id, ("serving", -1))
-            if version == self._version_of(role):
-                self._trial.count(role, outcome.num_accepted)
+            made = self._drafted_by.pop(outcome.request_id, None)
+            if made is not None and made.version == self._version_of(made.role):
+                self._trial.count(made.role, outcome.num_accepted, compared=made.compared)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone."""
@@ -343,12 +356,8 @@ class OnlineSession:
         except OSError as error:
             raise SpecExtError(f"online: cannot write to {self._root}: {error}") from error
 
-    def _first_state(self, fresh: bool) -> EngineState:
+    def _first_state(self) -> EngineState:
         state = self._former_state()
-        numbers = version_numbers(self._root)
-        if fresh:
-            newest = max(numbers, default=0)
-            return state.model_copy(update={"serving": 0, "handled": newest})
         if state.serving:
             try:
                 self._weights[state.serving] = self._read(state.serving)
@@ -358,10 +367,13 @@ class OnlineSession:
         return state
 
     def _former_state(self) -> EngineState:
-        """What was known when the last server ended."""
+        """What was known when the last server ended; a fresh one takes up nothing of it."""
         state = read_record(self._root, EngineState) or EngineState()
         handled = state.handled if state.trying is None else state.trying - 1  # it is tried again
         changes = {"trying": None, "handled": handled, "since": time.time()}
+        if self._is_fresh:
+            newest = max(version_numbers(self._root), default=0)
+            changes |= {"serving": 0, "handled": newest}
         return state.model_copy(update=changes)
 
     def _start_recording(self) -> None:
@@ -509,7 +521,7 @@ class OnlineSession:
             try:
                 if self._is_first:
                     self._look()
-                elif self._offered is None:
+                elif self._offered is None and not self._is_fresh:
                     self._follow()
                 if time.monotonic() - told < _TELL_S:
                     continue

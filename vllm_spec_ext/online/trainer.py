@@ -45,7 +45,7 @@ from vllm_spec_ext.online.versions import (
     version_numbers,
     write_version,
 )
-from vllm_spec_ext.training.atomic import DiskFullError, remove_partials, write_bytes
+from vllm_spec_ext.training.atomic import DiskFullError, not_readable, remove_partials, write_bytes
 from vllm_spec_ext.training.target import pick_device
 
 logger = logging.getLogger("vllm.spec_ext")
@@ -220,6 +220,8 @@ class Trainer:
             return int(saved.get("position", 0)), int(saved.get("num_positions", 0))
         except SpecExtError:
             raise
+        except OSError as error:
+            raise SpecExtError(f"{path} {not_readable(error)}") from error
         except Exception as error:  # torch raises many types for a damaged file
             raise SpecExtError(f"{path} is damaged ({error}); delete it") from error
 

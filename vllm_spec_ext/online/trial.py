@@ -121,16 +121,24 @@ class Trial:
         self._has_trial = False
         self.serving, self.guard = Tally(), Tally()
 
-    def count(self, role: Role, accepted: int) -> None:
-        """A request's step that this role drafted."""
+    def count(self, role: Role, accepted: int, *, compared: bool = True) -> None:
+        """A request's step that this role drafted.
+
+        Args:
+            role: Whose draft it was.
+            accepted: Draft tokens.
+            compared: Whether a version on trial might have drafted it, too. It does not while all
+                is frozen, and traffic that it does not see must not speak for the other one.
+        """
+        is_compared = self._has_trial and compared
         if role == "guard":
             self.guard.add(accepted)
         elif role == "trial":
-            if self._has_trial:
+            if is_compared:
                 self._after.add(accepted)
         else:
             self.serving.add(accepted)
-            if self._has_trial:
+            if is_compared:
                 self._before.add(accepted)
         if self.serving.count > _WINDOW:
             self.serving.fade()

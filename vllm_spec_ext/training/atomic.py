@@ -14,6 +14,9 @@ from typing import Any, BinaryIO
 
 from vllm_spec_ext.errors import SpecExtError
 
+PARTIAL = ".partial"
+"""Folder within another one for new files that are to take their places there."""
+
 _ABANDONED_S = 3600.0  # since a file was written to
 
 
@@ -98,7 +101,7 @@ def new_files(folder: Path, last: str, former: Sequence[str] = ()) -> Iterator[P
     Raises:
         DiskFullError: All is as before.
     """
-    made = folder / ".partial"
+    made = folder / PARTIAL
     shutil.rmtree(made, ignore_errors=True)
     try:
         with disk_full_named(folder):
@@ -146,6 +149,14 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file at once; raises as :func:`atomic_file`."""
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def not_readable(error: OSError) -> str:
+    """What to say of a file that may be whole: nobody should delete it for that."""
+    return (
+        f"cannot be read: {error.strerror or error}; expected a file that this process may read. "
+        "Mend its permissions or its disk, and run again"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ exact acceptance compares drafts with the target's own choice, not with a human'
 
 import hashlib
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +19,7 @@ from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.training.atomic import disk_full_named
 from vllm_spec_ext.training.prompts import read_prompts
 from vllm_spec_ext.training.provenance import record_command
-from vllm_spec_ext.training.record_states import METHOD, collect
+from vllm_spec_ext.training.record_states import METHOD, collect, forget_states
 from vllm_spec_ext.training.schema import Training
 from vllm_spec_ext.training.shards import (
     TokenSequence,
@@ -224,8 +223,8 @@ def vllm_generator(config: Training) -> Generator:
         # The engine must live in this process, where the recording method is known.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         registry.BUILTIN[METHOD] = "vllm_spec_ext.training.record_states:RecordStates"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        forget_states(folder)
         recorder = {"speculative_config": {"method": METHOD, "folder": str(folder)}}
     given = {"bf16": "bfloat16", "fp32": "float32", "auto": "float32" if on_cpu else "auto"}
     try:
@@ -269,8 +268,7 @@ def vllm_generator(config: Training) -> Generator:
                     collect(folder, output.request_id, len(text), hidden_size)
                     for output, text in zip(outputs, texts, strict=True)
                 ]
-                for file in folder.iterdir():  # of the requests in between
-                    file.unlink()
+                forget_states(folder)  # of the requests in between
             return texts
 
     return FromVllm()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import write_bytes
+from vllm_spec_ext.training.atomic import not_readable, write_bytes
 from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
 from vllm_spec_ext.training.schema import Training
 from vllm_spec_ext.training.shards import TokenData, open_manifest, states_path
@@ -201,7 +201,9 @@ def _stored_states(
             try:
                 files[shard] = safe_open(str(path_of(shard)), framework="pt")
                 found = tuple(files[shard].get_slice("hidden").get_shape())
-            except (SafetensorError, OSError) as error:
+            except OSError as error:
+                raise SpecExtError(f"{path_of(shard)} {not_readable(error)}") from error
+            except SafetensorError as error:
                 raise SpecExtError(f"{path_of(shard)} is damaged ({error}); {advice}") from error
             low = shard * per_shard
             expected = (int(sizes[low : low + per_shard].sum()), width)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import DiskFullError, write_bytes
+from vllm_spec_ext.training.atomic import DiskFullError, not_readable, write_bytes
 
 STATE_NAME = "state.pt"
 LOG_NAME = "log.jsonl"
@@ -182,6 +182,8 @@ def restore(task: Task, folder: Path, identity: dict[str, Any], resume: str) -> 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         saved, step = json.loads(state["identity"]), int(state["step"])
+    except OSError as error:
+        raise SpecExtError(f"{path} {not_readable(error)}") from error
     except Exception as error:  # torch raises many kinds for a damaged archive
         raise SpecExtError(
             f"{path} cannot be read ({type(error).__name__}: {error}); start over with "

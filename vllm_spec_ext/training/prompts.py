@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.whole_text import check_whole
 
 _OBJECTS = (".jsonl", ".ndjson", ".json")
 _TABLES = {  # what reads them in pandas
@@ -107,13 +108,7 @@ def _parse(text: str, path: Path, number: int) -> Any:
 
 def _prompt_of(record: Any, field: str, path: Path, number: int) -> str:
     text = record if isinstance(record, str) else _text_in(record, field, path, number)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise SpecExtError(
-            f"{path}:{number}: the prompt holds half a character, {error.object[error.start]!r} "
-            f"at {error.start}; remove it, or leave the line out"
-        ) from error
+    check_whole(text, f"{path}:{number}", "prompt")
     return text
 
 

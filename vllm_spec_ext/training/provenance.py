@@ -57,6 +57,14 @@ def record_command(
     write_json(path, {**provenance(device, settings, data), "earlier": earlier})
 
 
+def recorded_settings(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Settings of all commands in a ``run.json``, the last one's first."""
+    earlier = record.get("earlier")
+    records = [record, *(earlier if isinstance(earlier, list) else [])]
+    found = [one.get("settings") for one in records if isinstance(one, dict)]
+    return [settings for settings in found if isinstance(settings, dict)]
+
+
 def provenance(
     device: torch.device, settings: dict[str, Any], data: dict[str, Any]
 ) -> dict[str, Any]:

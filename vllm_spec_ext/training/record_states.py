@@ -72,6 +72,12 @@ def states_file(folder: Path, request_id: str) -> Path:
     return folder / f"{request_id}.f32"
 
 
+def forget_states(folder: Path) -> None:
+    """Delete states that nobody will collect, and no file of others."""
+    for path in folder.glob("*.f32"):
+        path.unlink()
+
+
 def collect(folder: Path, request_id: str, num_tokens: int, hidden_size: int) -> np.ndarray:
     """[num_tokens, hidden_size] float32 states before each new token; the file is deleted.
 

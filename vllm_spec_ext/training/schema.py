@@ -157,10 +157,21 @@ class Training(Options):
     def _list_of_one(cls, given: Any) -> Any:
         return [given] if isinstance(given, str | Path) else given
 
+    # A config file has no shell to expand `~`.
     @field_validator("out", "run_dir", "data")
     @classmethod
     def _expand_home(cls, path: Path | None) -> Path | None:
-        return path and Path(os.path.expanduser(path))  # a config file has no shell to do it
+        return path and Path(os.path.expanduser(path))
+
+    @field_validator("prompts")
+    @classmethod
+    def _expand_prompts(cls, paths: list[Path]) -> list[Path]:
+        return [Path(os.path.expanduser(path)) for path in paths]
+
+    @field_validator("model")
+    @classmethod
+    def _expand_model(cls, name: str) -> str:
+        return os.path.expanduser(name)  # no name on the Hub starts with one
 
     @field_validator("push_to_hub")
     @classmethod
@@ -228,6 +239,11 @@ class Training(Options):
         kept = [("--run-dir", self.run_folder), ("--data", self.data_folder)]
         model = Path(self.model).expanduser()
         return [*kept, ("--model", model)] if model.is_dir() else kept
+
+    @property
+    def writes_result(self) -> bool:
+        """Whether there will be a new result in ``out``."""
+        return self.stage in ("all", "train") and not self.dry_run
 
     @property
     def trains_target(self) -> bool:

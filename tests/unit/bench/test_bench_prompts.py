@@ -43,6 +43,15 @@ def test_texts_turns_and_messages(tmp_path: Path) -> None:
     assert three.opening == tuple(messages)
 
 
+@pytest.mark.parametrize(
+    "value", ["a\ud83d", ["a", "b\ud83d"], [{"role": "user", "content": "\ud83d"}]]
+)
+def test_half_a_character_is_refused_with_its_line(tmp_path: Path, value: object) -> None:
+    source = _write(tmp_path, {"prompt": "a"}, {"prompt": value})
+    with pytest.raises(SpecExtError, match=r"jsonl, line 2: the 'prompt' holds half a character"):
+        _load(source)
+
+
 def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
     texts = ["one\u2028two", "three\u2029four", "five\x85six"]
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]

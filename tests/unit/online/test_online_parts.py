@@ -235,6 +235,23 @@ def test_a_pool_reads_what_is_new_and_leaves_out_what_is_damaged(tmp_path: Path)
     assert 1 not in pool._train
 
 
+def test_files_of_others_make_no_room(tmp_path: Path) -> None:
+    """A folder `samples` may hold a model, too, where `online` names a project's folder."""
+    model = tmp_path / "00000000-model.safetensors"
+    for path in (model, tmp_path / "model.safetensors"):
+        path.write_bytes(bytes(5000))
+    mine = [write_shard(tmp_path, number, [trace(number)]) for number in (1, 2, 3)]
+    make_room(tmp_path, sum(path.stat().st_size for path in mine), random.Random(0))
+    assert all(path.exists() for path in mine)
+    make_room(tmp_path, 1, random.Random(0))
+    assert sum(path.exists() for path in mine) == 1
+    assert model.exists()
+    assert (tmp_path / "model.safetensors").exists()
+    pool = SamplePool(tmp_path, columns, likeliest=2)
+    pool.refresh()
+    assert not pool._bad
+
+
 def test_samples_of_other_widths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The engine was started again with another number of likeliest tokens."""
     write_shard(tmp_path, 1, [trace(n) for n in range(4)])

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from vllm_spec_ext.errors import SpecExtError
@@ -28,6 +29,7 @@ from vllm_spec_ext.online.folder import (
 from vllm_spec_ext.online.session import OnlineSession, Origin
 from vllm_spec_ext.online.versions import drafter_hash, version_folder, write_version
 from vllm_spec_ext.options import OnlineOptions
+from vllm_spec_ext.proposers.base import Draft, StepContext, StepOutcome
 
 NAME = "weights"
 
@@ -65,12 +67,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (own / NAME).write_bytes(b"own")
     made: list[OnlineSession] = []
 
-    def begin(*, is_first: bool, steps_a_turn: int = 1, **more: Any) -> Any:
+    def begin(*, is_first: bool, steps_a_turn: int = 1, fresh: bool = False, **more: Any) -> Any:
         options = {"folder": str(tmp_path / "online"), "guard": 0.0, **more}
         origin = Origin("blockwise", "toy", 10, own, lambda: {NAME: b"own"})
         learner = Learner(steps_a_turn)
         given = OnlineOptions.model_validate(options)
-        made.append(OnlineSession(given, origin, learner, is_first=is_first))
+        made.append(OnlineSession(given, origin, learner, is_first=is_first, fresh=fresh))
         return made[-1], learner
 
     yield begin
@@ -488,6 +490,143 @@ def test_turns(start: Start, tmp_path: Path) -> None:
     session.begin_step()
     assert session._role == "serving"
     assert learner.used[-1] == b"own"
+
+
+def step(session: OnlineSession, accepted: int) -> str:
+    """One step of one request, and the role that drafted it."""
+    request = SimpleNamespace(request_id="a", room=9)
+    session.begin_step()
+    session.drafted(
+        cast(StepContext, SimpleNamespace(requests=[request])), [Draft(np.array([1, 2], np.int32))]
+    )
+    role = session._role
+    session.verified([StepOutcome("a", 2, accepted)])
+    return role
+
+
+def hold(session: OnlineSession) -> None:
+    """Let its thread change nothing more."""
+    session._stop.set()
+    session._thread.join()
+
+
+def test_what_is_served_while_frozen_is_not_compared(start: Start, tmp_path: Path) -> None:
+    """The version on trial does not draft then, so the two would be judged on other requests."""
+    session, _ = start(is_first=True)
+    publish(tmp_path / "online", 1, b"one")
+    until(lambda: session._ready is not None)
+    for _ in range(100):
+        step(session, 1)
+    before = session._trial._before.count
+    assert before + session._trial._after.count == 100
+    write_record(tmp_path / "online", Control(frozen=True))
+    until(lambda: session.state.frozen)
+    assert {step(session, 2) for _ in range(200)} == {"serving"}
+    assert (session._trial._before.count, session._trial._before.mean) == (before, 1.0)
+    assert session._trial.serving.count == before + 200  # what it is in use for is still shown
+    write_record(tmp_path / "online", Control(serial=1))
+    until(lambda: not session.state.frozen)
+    for _ in range(100):
+        step(session, 1)
+    assert session._trial._before.count + session._trial._after.count == 200
+    assert session._trial._before.mean == session._trial._after.mean == 1.0
+
+
+def test_a_draft_counts_as_of_the_step_that_made_it(start: Start, tmp_path: Path) -> None:
+    """Its outcome comes when learning may have been frozen, or go on."""
+    session, _ = start(is_first=True)
+    publish(tmp_path / "online", 1, b"one")
+    until(lambda: session._ready is not None)
+    session.begin_step()
+    hold(session)
+    request = SimpleNamespace(request_id="a", room=9)
+    context = cast(StepContext, SimpleNamespace(requests=[request]))
+    for frozen in (True, False):
+        before = session._trial._before.count + session._trial._after.count
+        session._set(frozen=frozen)
+        session.begin_step()
+        session.drafted(context, [Draft(np.array([1, 2], np.int32))])
+        session._set(frozen=not frozen)
+        session.verified([StepOutcome("a", 2, 1)])
+        after = session._trial._before.count + session._trial._after.count
+        assert after - before == (not frozen)
+
+
+def test_a_turn_ends_when_learning_is_frozen_and_when_it_goes_on(
+    start: Start, tmp_path: Path
+) -> None:
+    """A turn of the version in use that began while frozen would count for nothing but it."""
+    session, _ = start(is_first=True, steps_a_turn=1000)
+    publish(tmp_path / "online", 1, b"one")
+    until(lambda: session._ready is not None)
+    session.begin_step()
+    hold(session)
+    roles = set()
+    for _ in range(20):
+        session._set(frozen=True)
+        assert step(session, 1) == "serving"
+        session._set(frozen=False)
+        roles.add(step(session, 1))
+    assert roles == {"serving", "trial"}
+
+
+def test_a_replica_that_was_reset_keeps_the_weights_of_the_start(
+    start: Start, tmp_path: Path
+) -> None:
+    """A benchmark resets its engine between passes; what was learned says itself anew at once."""
+    root = tmp_path / "online"
+    start(is_first=True)[0].close()
+    publish(root, 1, b"one")
+    write_record(root, EngineState(serving=1))
+    follower, learner = start(is_first=False, fresh=True)
+    time.sleep(0.6)  # two looks
+    follower.begin_step()
+    publish(root, 2, b"two")
+    write_record(root, EngineState(serving=2))
+    time.sleep(0.6)
+    follower.begin_step()
+    assert (follower.state.serving, learner.used) == (0, [b"own"])
+
+
+def test_a_server_that_was_reset_takes_over_with_the_weights_of_the_start(
+    start: Start, tmp_path: Path
+) -> None:
+    root = tmp_path / "online"
+    first, _ = start(is_first=True)
+    second, learner = start(is_first=True, fresh=True)
+    publish(root, 1, b"one")
+    until(partial(has_ready, first, 1))
+    first.begin_step()
+    first._serve(1, "it was better")
+    until(partial(says, root, 1))
+    first.close()
+    second.begin_step()
+    until(lambda: second._offered is not None)
+    second.begin_step()
+    assert second.tap is not None
+    time.sleep(0.6)
+    second.begin_step()
+    assert (second.state.serving, second.state.trying, learner.used) == (0, None, [b"own"])
+
+
+def test_a_record_that_cannot_be_read_is_not_called_damaged(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be whole, and tells what is served and what was obeyed: nobody should delete it."""
+    root = tmp_path / "online"
+    start(is_first=True)[0].close()
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(SpecExtError, match=r"engine.json cannot be read: Permission") as found:
+            read_record(root, EngineState)
+    assert "delete" not in str(found.value)
+    (root / "engine.json").write_text("{")
+    with pytest.raises(SpecExtError, match=r"(?s)engine.json is damaged .*delete it"):
+        read_record(root, EngineState)
 
 
 def test_the_folder_says_whose_it_is(start: Start, tmp_path: Path) -> None:

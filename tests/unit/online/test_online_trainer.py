@@ -338,6 +338,21 @@ def test_damaged_and_foreign_states_are_named(folder: Path) -> None:
         make_trainer(folder)
 
 
+def test_a_state_that_cannot_be_read_is_not_called_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_samples(folder)
+    make_trainer(folder).save()
+
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(SpecExtError, match=r"trainer.pt cannot be read: Permission") as found:
+        make_trainer(folder)
+    assert "delete" not in str(found.value)
+
+
 @pytest.fixture
 def _toy_students(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes train for the toy's own ends."""

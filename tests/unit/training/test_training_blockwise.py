@@ -20,6 +20,7 @@ from toy_language import VOCAB, save_random_llama, save_word_tokenizer, write_te
 from vllm_spec_ext.cli.train import train_app
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
+from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.blockwise.heads import load_heads
 from vllm_spec_ext.training import distill, loop
 from vllm_spec_ext.training.atomic import DiskFullError
@@ -31,6 +32,7 @@ from vllm_spec_ext.training.blockwise.tokens_seen import tokens_seen
 from vllm_spec_ext.training.blockwise.trainer import main, train_blockwise
 from vllm_spec_ext.training.draft_vocab import frequent_tokens
 from vllm_spec_ext.training.hidden import live_states
+from vllm_spec_ext.training.record_states import METHOD
 from vllm_spec_ext.training.shards import (
     TokenSequence,
     open_manifest,
@@ -530,6 +532,54 @@ def test_a_new_shard_drops_the_states_of_the_former_one(target: Path, tmp_path: 
     assert not states_path(tmp_path / "d", 0).exists()
 
 
+def test_recorded_states_that_cannot_be_read_are_not_called_damaged(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors
+
+    config = settings(target, data, tmp_path / "h", max_steps=2, cache_hidden=True)
+    train_blockwise(config, quiet)
+
+    safe_open = safetensors.safe_open
+
+    def refuse(path: str, **given: Any) -> Any:
+        if "hidden" in path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return safe_open(path, **given)
+
+    monkeypatch.setattr(safetensors, "safe_open", refuse)
+    with pytest.raises(SpecExtError, match=r"hidden-00000.* cannot be read: Permission") as found:
+        train_blockwise(config.model_copy(update={"stage": "eval"}), quiet)
+    assert "delete" not in str(found.value)
+
+
+def test_recording_states_deletes_no_file_of_others(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder `recording` of a project whose folder --data names."""
+    folder = tmp_path / "project" / distill.RECORDING
+    folder.mkdir(parents=True)
+    (folder / "concert.wav").write_text("mine")
+    (folder / "3.f32").write_bytes(b"of a run that was killed")
+
+    def no_engine(*_: Any, **__: Any) -> None:
+        raise ValueError("no engine here")
+
+    vllm = types.ModuleType("vllm")
+    vllm.__dict__.update(LLM=no_engine, SamplingParams=None)
+    inputs, platforms = types.ModuleType("vllm.inputs"), types.ModuleType("vllm.platforms")
+    inputs.__dict__["TokensPrompt"] = None
+    platforms.__dict__["current_platform"] = types.SimpleNamespace(is_cpu=lambda: False)
+    for module in (vllm, inputs, platforms):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setitem(registry.BUILTIN, METHOD, "")
+    config = settings(target, tmp_path / "project", tmp_path / "h", cache_hidden=True)
+    with pytest.raises(SpecExtError, match="no engine here"):
+        distill.vllm_generator(config)
+    assert [path.name for path in folder.iterdir()] == ["concert.wav"]
+
+
 def test_provenance_keeps_the_commands_that_trained(
     target: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -601,6 +651,90 @@ def test_a_full_disk_leaves_the_former_heads(
     with pytest.raises(DiskFullError):
         train_blockwise(config.model_copy(update={"run_dir": tmp_path / "r", "seed": 9}), quiet)
     assert {path.name: path.read_bytes() for path in config.out.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "README.md"])
+def test_files_of_others_are_not_replaced(
+    target: Path, data: Path, tmp_path: Path, name: str
+) -> None:
+    """Another model's folder, or one of a project; said before hours of training."""
+    out = tmp_path / "project"
+    out.mkdir()
+    (out / name).write_text('{"model_type": "llama"}')
+    config = settings(target, data, out, max_steps=2)
+    with pytest.raises(SpecExtError, match=rf"project holds {name}, .*no heads of an .*--out"):
+        train_blockwise(config, quiet)
+    assert [path.name for path in out.iterdir()] == [name]
+    assert (out / name).read_text() == '{"model_type": "llama"}'
+    assert not config.run_folder.exists()
+    assert train_blockwise(config.model_copy(update={"dry_run": True}), quiet) is None
+
+
+def test_heads_of_an_earlier_run_are_replaced(target: Path, data: Path, tmp_path: Path) -> None:
+    """Also by a process that follows one which was killed while it exchanged the files."""
+    config = settings(target, data, tmp_path / "h", max_steps=2)
+    config.out.mkdir()
+    (config.out / "notes").write_text("mine")
+    train_blockwise(config, quiet)
+    assert train_blockwise(config, quiet) is not None
+    (config.out / ".partial").mkdir()
+    (config.out / "config.json").rename(config.out / ".partial" / "config.json")
+    assert train_blockwise(config, quiet) is not None
+    found = {path.name for path in config.out.iterdir()}
+    assert found == {"config.json", "model.safetensors", "README.md", "notes"}
+
+
+def test_files_that_came_while_heads_were_trained_are_not_replaced(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    config = settings(target, data, tmp_path / "h", max_steps=2, log_every=1)
+
+    def come(line: str) -> None:
+        config.out.mkdir(exist_ok=True)
+        (config.out / "README.md").write_text("mine")
+
+    with pytest.raises(SpecExtError, match=r"h holds README\.md"):
+        train_blockwise(config, come)
+    assert (config.out / "README.md").read_text() == "mine"
+    moved = config.model_copy(update={"out": tmp_path / "new", "run_dir": config.run_folder})
+    assert train_blockwise(moved, quiet) is not None
+
+
+def test_a_trained_target_takes_the_place_of_no_other_model(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    """The folder `model` of a project, or the very target."""
+    run = tmp_path / "project"
+    shutil.copytree(target, run / "model")
+    given = {"run_dir": run, "max_steps": 2, "finetune": True}
+    before = {path.name: path.read_bytes() for path in (run / "model").iterdir()}
+    with pytest.raises(SpecExtError, match=r"project holds model, .*give another --run-dir"):
+        train_blockwise(settings(target, data, tmp_path / "h", **given), quiet)
+    train_blockwise(settings(target, data, tmp_path / "h", **given | {"finetune": False}), quiet)
+    with pytest.raises(SpecExtError, match=r"project holds model, .*give another --run-dir"):
+        train_blockwise(settings(target, data, tmp_path / "h", **given), quiet)
+    own = settings(run / "model", data, tmp_path / "h", resume="restart", **given)
+    with pytest.raises(SpecExtError, match=r"--model .*project/model.*give another --run-dir"):
+        train_blockwise(own, quiet)
+    assert {path.name: path.read_bytes() for path in (run / "model").iterdir()} == before
+
+
+@pytest.mark.parametrize(("option", "name"), [("out", "--out"), ("data", "--data")])
+def test_a_trained_target_takes_the_place_of_nothing_else_of_the_run(
+    target: Path, data: Path, tmp_path: Path, option: str, name: str
+) -> None:
+    given = {"data": data, "out": tmp_path / "h", option: tmp_path / "r/model"}
+    config = settings(target, run_dir=tmp_path / "r", finetune=True, **given)
+    with pytest.raises(SpecExtError, match=rf"{name} .*r/model lies where --finetune leaves"):
+        train_blockwise(config, quiet)
+
+
+def test_a_trained_target_of_an_earlier_run_is_replaced(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    config = settings(target, data, tmp_path / "h", max_steps=2, finetune=True)
+    assert train_blockwise(config, quiet) is not None
+    assert train_blockwise(config, quiet) is not None
 
 
 def test_tensorboard_has_what_a_stopped_training_logged(

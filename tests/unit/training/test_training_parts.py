@@ -25,6 +25,7 @@ from vllm_spec_ext.training.chunked_loss import backward_cross_entropy
 from vllm_spec_ext.training.distill import request_seeds
 from vllm_spec_ext.training.draft import checkpoint
 from vllm_spec_ext.training.draft.checkpoint import check_replaceable
+from vllm_spec_ext.training.draft.schema import DraftTraining
 from vllm_spec_ext.training.draft_vocab import DraftProjection, frequent_tokens
 from vllm_spec_ext.training.flags import parse_command_line
 from vllm_spec_ext.training.loop import STATE_NAME, restore
@@ -147,6 +148,16 @@ def test_what_a_training_reads_is_not_its_result(tmp_path: Path, option: str) ->
         check_apart(config.out, config.kept_folders)
     config = NarTraining(**{**given, name: str(tmp_path / "b")})
     check_apart(config.out, config.kept_folders)
+
+
+def test_a_draft_takes_the_place_of_no_prompts(tmp_path: Path) -> None:
+    """Its folder is replaced as a whole; heads leave other files in theirs."""
+    given = {"model": "org/name", "out": tmp_path / "a", "prompts": [tmp_path / "a/p.txt"]}
+    draft = DraftTraining(**given)
+    with pytest.raises(SpecExtError, match=r"--prompts: .*/a/p.txt lies in --out .*/a"):
+        check_apart(draft.out, draft.kept_folders)
+    heads = BlockwiseTraining(**given)
+    check_apart(heads.out, heads.kept_folders)
 
 
 def test_a_full_disk_leaves_the_former_file(
@@ -394,6 +405,21 @@ def test_a_folder_takes_the_place_of_another_or_nothing_happens(
         check_replaceable(tmp_path / "new")
 
 
+def test_a_state_that_cannot_be_read_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be whole; to start over would lose hours of training."""
+    (tmp_path / STATE_NAME).write_bytes(b"whole")
+
+    def refuse(path: Path, **_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(SpecExtError, match=r"state.pt cannot be read: Permission") as found:
+        restore(None, tmp_path, {}, "auto")  # type: ignore[arg-type]
+    assert "restart" not in str(found.value)
+
+
 def test_recordings_are_complete_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,9 +477,12 @@ def test_settings_from_flags_and_file(tmp_path: Path) -> None:
     yaml = tmp_path / "run.yaml"
     yaml.write_text("model: m\nout: heads\nprompts: [a.txt, b.txt]\n")
     assert parse("--config", str(yaml)).prompts == [Path("a.txt"), Path("b.txt")]
-    yaml.write_text("model: m\nout: ~/heads\ndata: ~/data\nprompts: a.txt\n")
+    yaml.write_text("model: ~/m\nout: ~/heads\ndata: ~/data\nprompts: [a.txt, ~/b.txt]\n")
     one = parse("--config", str(yaml))
-    assert one.prompts == [Path("a.txt")]
+    assert one.prompts == [Path("a.txt"), Path.home() / "b.txt"]
+    assert one.model == str(Path.home() / "m")
+    yaml.write_text("model: m\nout: heads\nprompts: a.txt\n")
+    assert parse("--config", str(yaml)).prompts == [Path("a.txt")]
     assert (one.out, one.data_folder) == (Path.home() / "heads", Path.home() / "data")
     yaml.write_bytes("model: é\n".encode("latin-1"))
     with pytest.raises(SpecExtError, match=r"run.yaml is not UTF-8 text"):

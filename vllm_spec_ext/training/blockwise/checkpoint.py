@@ -14,7 +14,9 @@ from vllm_spec_ext.proposers.blockwise.heads import (
 )
 from vllm_spec_ext.training.atomic import new_files, write_bytes, write_json
 from vllm_spec_ext.training.blockwise.evaluate import TOP, HeadFigures
+from vllm_spec_ext.training.earlier_result import check_earlier_result
 
+CARD_NAME = "README.md"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -50,11 +52,13 @@ def save_heads(
         Bytes of all files written.
 
     Raises:
-        SpecExtError: A weight is not finite in that format; nothing is written.
+        SpecExtError: A weight is not finite in that format, or the folder holds files of something
+            else; nothing is written.
         DiskFullError: All is as before.
     """
     from safetensors.torch import save
 
+    check_replaceable(folder)
     weights = {
         name: value.detach()
         .to("cpu", _DTYPES[dtype] if value.is_floating_point() else value.dtype)
@@ -73,9 +77,21 @@ def save_heads(
     readme = model_card(config, figures).encode()
     with new_files(folder, CONFIG_NAME) as made:
         write_bytes(made / WEIGHTS_NAME, data)
-        write_bytes(made / "README.md", readme)
+        write_bytes(made / CARD_NAME, readme)
         write_json(made / CONFIG_NAME, config.model_dump())
     return len(data) + len(readme) + (folder / CONFIG_NAME).stat().st_size
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise SpecExtError for a folder whose files would be replaced by heads, and are no heads."""
+    own = HeadsConfig.model_fields["model_type"].default
+    check_earlier_result(
+        folder,
+        CONFIG_NAME,
+        "heads",
+        is_own=lambda config: config.get("model_type") == own,
+        files=(CONFIG_NAME, WEIGHTS_NAME, CARD_NAME),
+    )
 
 
 def model_card(config: HeadsConfig, figures: HeadFigures) -> str:

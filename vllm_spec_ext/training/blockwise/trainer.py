@@ -4,16 +4,20 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise.heads import CONFIG_NAME, load_heads
 from vllm_spec_ext.training.atomic import disk_full_named, replace_folder, write_json
-from vllm_spec_ext.training.blockwise.checkpoint import save_heads
+from vllm_spec_ext.training.blockwise.checkpoint import check_replaceable, save_heads
 from vllm_spec_ext.training.blockwise.evaluate import HeadFigures
 from vllm_spec_ext.training.blockwise.heads_task import HeadsTask
 from vllm_spec_ext.training.blockwise.schema import FREE_TO_CHANGE, BlockwiseTraining
 from vllm_spec_ext.training.command_line import run_trainer
+from vllm_spec_ext.training.earlier_result import check_earlier_result
 from vllm_spec_ext.training.hub import push_to_hub
+from vllm_spec_ext.training.provenance import NAME as RECORD_NAME
+from vllm_spec_ext.training.provenance import recorded_settings
 from vllm_spec_ext.training.stages import check_finished, prepare, train
 from vllm_spec_ext.training.target import load_tokenizer
 
@@ -34,6 +38,10 @@ def train_blockwise(config: BlockwiseTraining, report: Report = print) -> HeadFi
         SpecExtError: Anything wrong with settings, files or the target.
         KeyboardInterrupt: Stopped; the state is saved.
     """
+    if config.writes_result:  # now, and not after hours of training
+        check_replaceable(config.out)
+        if config.finetune:
+            _check_tuned_model(config)
     check_finished(config, CONFIG_NAME, "finished heads")
     task = prepare(
         config, lambda target, data, states: HeadsTask(config, target, data, states), report
@@ -44,6 +52,26 @@ def train_blockwise(config: BlockwiseTraining, report: Report = print) -> HeadFi
         return _eval_stage(config, task, report)
     train(config, task, report, FREE_TO_CHANGE)
     return _save(config, task, report)
+
+
+def _check_tuned_model(config: BlockwiseTraining) -> None:
+    """Raise SpecExtError where the trained target would take the place of something else."""
+    final = config.tuned_model
+    folders = {"--model": Path(config.model), "--out": config.out, "--data": config.data_folder}
+    for option, folder in folders.items():
+        if folder.resolve().is_relative_to(final.resolve()):
+            raise SpecExtError(
+                f"{option} {folder} lies where --finetune leaves the trained target ({final}), "
+                "which is replaced as a whole; give another --run-dir"
+            )
+    check_earlier_result(
+        config.run_folder,
+        RECORD_NAME,
+        "target",
+        is_own=lambda record: any(one.get("finetune") for one in recorded_settings(record)),
+        files=(final.name,),
+        option="--run-dir",
+    )
 
 
 def _save(config: BlockwiseTraining, task: HeadsTask, report: Report) -> HeadFigures:

@@ -18,6 +18,7 @@ from vllm_spec_ext.training.atomic import (
 )
 from vllm_spec_ext.training.draft.cut_tokenizer import cut_tokenizer
 from vllm_spec_ext.training.draft.evaluate import DraftFigures
+from vllm_spec_ext.training.earlier_result import check_earlier_result
 
 FACTS_NAME = "training.json"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -89,11 +90,7 @@ def check_replaceable(folder: Path) -> None:
             f"{folder} is a mount point, which no other folder can replace; give one within it, "
             f"for example --out {folder / 'draft'}"
         )
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / FACTS_NAME).is_file():
-        raise SpecExtError(
-            f"{folder} is not empty and holds no {FACTS_NAME}, so it is no draft of an earlier "
-            "run; give another --out, or empty it"
-        )
+    check_earlier_result(folder, FACTS_NAME, "draft")
 
 
 def model_card(facts: dict[str, Any], figures: DraftFigures, vocab: int | None) -> str:

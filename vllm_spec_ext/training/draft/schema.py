@@ -82,8 +82,12 @@ class DraftTraining(Training):
 
     @property
     def kept_folders(self) -> list[tuple[str, Path]]:
-        """The earlier drafts, too: a draft that complements others is used beside them."""
-        return [*super().kept_folders, *(("--boost-on", folder) for folder in self.boost_on)]
+        """The earlier drafts, too: a draft that complements others is used beside them.
+
+        And prompt files: all of the former folder goes.
+        """
+        earlier = [("--boost-on", folder) for folder in self.boost_on]
+        return [*super().kept_folders, *earlier, *(("--prompts", path) for path in self.prompts)]
 
     @model_validator(mode="after")
     def _check_draft(self) -> Self:

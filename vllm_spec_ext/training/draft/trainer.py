@@ -33,7 +33,7 @@ def train_draft(config: DraftTraining, report: Report = print) -> DraftFigures |
         SpecExtError: Anything wrong with settings, files or the target.
         KeyboardInterrupt: Stopped; the state is saved.
     """
-    if config.stage in ("all", "train") and not config.dry_run:
+    if config.writes_result:
         check_replaceable(config.out)  # now, and not after hours of training
     check_finished(config, FACTS_NAME, "a finished draft")
     check_earlier(config.boost_on)

@@ -9,12 +9,20 @@ from typing import Any
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, EXTRAS_NAME, MASK_NAME
+from vllm_spec_ext.proposers.nar.layout import (
+    CONFIG_NAME,
+    EXTRAS_KEY,
+    EXTRAS_NAME,
+    MASK_NAME,
+    WEIGHTS_NAME,
+)
 from vllm_spec_ext.training.atomic import new_files, write_bytes
+from vllm_spec_ext.training.earlier_result import check_earlier_result
 from vllm_spec_ext.training.nar.evaluate import TOP, NarFigures
 from vllm_spec_ext.training.nar.model import NarDrafter
 from vllm_spec_ext.training.nar.start import fold_scales
 
+CARD_NAME = "README.md"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -45,9 +53,11 @@ def save_drafter(
         Bytes of all files written.
 
     Raises:
-        SpecExtError: A weight is not finite in that format; nothing is written.
+        SpecExtError: A weight is not finite in that format, or the folder holds files of something
+            else; nothing is written.
         DiskFullError: Nothing has changed.
     """
+    check_replaceable(folder)
     for name, value in drafter.state_dict().items():
         if not bool(torch.isfinite(value.to(_DTYPES[dtype])).all()):
             raise SpecExtError(
@@ -61,9 +71,23 @@ def save_drafter(
     saved.config = replace(drafter.config, nar=told)
     # A former drafter may have had more files.
     with new_files(folder, CONFIG_NAME, (EXTRAS_NAME, MASK_NAME)) as made:
-        write_bytes(made / "README.md", model_card(saved, figures).encode())
+        write_bytes(made / CARD_NAME, model_card(saved, figures).encode())
         saved.save(made, _DTYPES[dtype])
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise SpecExtError for a folder whose files would be replaced, and are no drafter of ours.
+
+    Nor is a public DFlash checkpoint one: none of our keys is in its configuration.
+    """
+    check_earlier_result(
+        folder,
+        CONFIG_NAME,
+        "block drafter",
+        is_own=lambda config: EXTRAS_KEY in config,
+        files=(CONFIG_NAME, WEIGHTS_NAME, CARD_NAME, EXTRAS_NAME, MASK_NAME),
+    )
 
 
 def model_card(drafter: NarDrafter, figures: NarFigures) -> str:

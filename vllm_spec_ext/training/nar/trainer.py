@@ -13,7 +13,7 @@ from vllm_spec_ext.training.atomic import write_json
 from vllm_spec_ext.training.command_line import run_trainer
 from vllm_spec_ext.training.draft_vocab import DraftProjection
 from vllm_spec_ext.training.hub import push_to_hub
-from vllm_spec_ext.training.nar.checkpoint import finished, save_drafter
+from vllm_spec_ext.training.nar.checkpoint import check_replaceable, finished, save_drafter
 from vllm_spec_ext.training.nar.evaluate import NarFigures
 from vllm_spec_ext.training.nar.further import read_drafter, with_shape_of
 from vllm_spec_ext.training.nar.nar_task import NarTask, StateScales
@@ -37,6 +37,8 @@ def train_nar(config: NarTraining, report: Report = print) -> NarFigures | None:
         SpecExtError: Anything wrong with settings, files or the target.
         KeyboardInterrupt: Stopped; the state is saved.
     """
+    if config.writes_result:
+        check_replaceable(config.out)  # now, and not after hours of training
     check_finished(config, CONFIG_NAME, "a finished drafter")
     if config.heads is not None:
         check_heads(config.heads)  # now, and not when the data is made

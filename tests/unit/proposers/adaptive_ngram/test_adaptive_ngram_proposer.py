@@ -387,6 +387,14 @@ def test_simulate_refuses_bad_input(tmp_path: Path) -> None:
     for line, message in (
         ('{"prompt": "a", "output": "b"}', "--tokenizer"),
         ('{"text": "a"}', "expected prompt_token_ids"),
+        (
+            '{"prompt": "a\\ud83d", "output": ""}',
+            r"rec.jsonl, line 1: the prompt holds half a char",
+        ),
+        (
+            '{"prompt": "", "output": "a\\ud83d"}',
+            r"rec.jsonl, line 1: the output holds half a char",
+        ),
         ('{"prompt_token_ids": [-1], "output_token_ids": []}', "integers"),
         ('{"prompt_token_ids": [3000000000], "output_token_ids": []}', "from 0 to 4194303"),
         (

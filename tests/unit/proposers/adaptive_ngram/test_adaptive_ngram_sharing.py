@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared overlays hold one share group each, and the file holds what may be in it."""
 
+import errno
 import logging
 import os
 import threading
@@ -16,6 +17,7 @@ from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram, drafter
 from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
+from vllm_spec_ext.proposers.adaptive_ngram.overlay import check_overlay
 from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import file_to_save
 from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings
 from vllm_spec_ext.proposers.adaptive_ngram.shared_overlays import SharedOverlays
@@ -232,6 +234,24 @@ def test_a_file_that_cannot_be_read_is_refused_before_weights_load(tmp_path: Pat
         check()
     with pytest.raises(SpecExtError, match="is a folder, expected a file"):
         check(overlay_file=str(tmp_path))
+
+
+def test_an_overlay_that_may_not_be_read_is_not_to_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is whole, and holds what months of requests taught."""
+    import safetensors
+
+    path = tmp_path / "overlay.safetensors"
+    path.touch()
+
+    def refuse(name: str, **_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    monkeypatch.setattr(safetensors, "safe_open", refuse)
+    with pytest.raises(SpecExtError, match=r"cannot read overlay .*Permission denied") as found:
+        check_overlay(path, "", V, 256)
+    assert "elete" not in str(found.value)
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:

@@ -183,6 +183,9 @@ def test_documents(tmp_path: Path) -> None:
     assert sum(size for _, size in read_documents(jsonl, "text")) == jsonl.stat().st_size
     with pytest.raises(SpecExtError, match=r"line 1.*--field"):
         list(read_documents(jsonl, "body"))
+    jsonl.write_text('{"text": "a"}\n{"text": ["b", "c\\ud83d"]}\n')
+    with pytest.raises(SpecExtError, match=r"x.jsonl, line 2, .*half a character, '\\ud83d' at 1;"):
+        list(read_documents(jsonl, "text"))
     text = tmp_path / "x.txt"
     text.write_text("line\n" * 50_000)
     pieces = [piece for piece, _ in read_documents(text, "")]

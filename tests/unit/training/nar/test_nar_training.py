@@ -24,7 +24,7 @@ from vllm_spec_ext.proposers.blockwise.heads import (
     TokensSeen,
     load_heads,
 )
-from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, EXTRAS_NAME, WEIGHTS_NAME
+from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, EXTRAS_NAME, MASK_NAME, WEIGHTS_NAME
 from vllm_spec_ext.training.atomic import DiskFullError
 from vllm_spec_ext.training.batches import IGNORED
 from vllm_spec_ext.training.hidden import live_states
@@ -309,6 +309,28 @@ def test_the_result_takes_the_place_of_no_folder_that_is_read(
     train_nar(start, quiet)
     with pytest.raises(SpecExtError, match=r"--start-from: .* lies in --out"):
         train_nar(further(settings, start_from=start.out), quiet)
+
+
+@pytest.mark.parametrize("name", [CONFIG_NAME, WEIGHTS_NAME, "README.md", EXTRAS_NAME, MASK_NAME])
+def test_files_of_others_are_not_replaced(settings: Settings, name: str) -> None:
+    """Another model's folder, or one of a project; said before hours of training."""
+    config = settings(max_steps=1)
+    path = config.out / name
+    path.parent.mkdir(parents=True)
+    path.write_text('{"model_type": "llama"}')
+    with pytest.raises(SpecExtError, match=rf"holds {name}, .*no block drafter of an .*--out"):
+        train_nar(config, quiet)
+    assert path.read_text() == '{"model_type": "llama"}'
+    assert not config.run_folder.exists()
+
+
+def test_a_drafter_of_an_earlier_run_is_replaced(settings: Settings) -> None:
+    config = settings(max_steps=1)
+    config.out.mkdir()
+    (config.out / "notes").write_text("mine")
+    train_nar(config, quiet)
+    assert train_nar(config, quiet) is not None
+    assert (config.out / "notes").read_text() == "mine"
 
 
 def test_dry_run_predicts_and_writes_nothing(settings: Settings, tmp_path: Path) -> None:
