@@ -29,7 +29,7 @@ from vllm_spec_ext.bench.settings import (
 )
 from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable, printed_last
+from vllm_spec_ext.cli.written_files import check_writable, printed_last, write_result
 from vllm_spec_ext.errors import SpecExtError
 
 EXIT_FAILED = 1
@@ -173,9 +173,9 @@ def bench(
     with printed_last(lambda: show(result, facts, report_console(), by_category=by_category)):
         if json_file is not None:
             whole = saved.to_json(result, facts)
-            json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+            write_result(json_file, json.dumps(whole, indent=1))
         if markdown_file is not None:
-            markdown_file.write_text(report.markdown(result, facts), encoding="utf-8")
+            write_result(markdown_file, report.markdown(result, facts))
     if result.stopped_by is not None:
         raise result.stopped_by
     if result.interrupted:
@@ -232,9 +232,9 @@ def load_servers(
                 "provenance": facts,
                 "passes": [asdict(one) for one in passes],
             }
-            json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+            write_result(json_file, json.dumps(whole, indent=1))
         if markdown_file is not None:
-            markdown_file.write_text(markdown_table(headings, rows) + "\n", encoding="utf-8")
+            write_result(markdown_file, markdown_table(headings, rows) + "\n")
     if isinstance(stopped, KeyboardInterrupt):
         raise typer.Exit(EXIT_INTERRUPTED)
     if stopped is not None or any(one.result["failed"] for one in passes):
