@@ -19,7 +19,7 @@ from vllm_spec_ext.bench.methods import Method, parse_method
 from vllm_spec_ext.bench.own_process import measure_apart
 from vllm_spec_ext.bench.planner import Recording, StepTimes, expected_speed_up, read_recording
 from vllm_spec_ext.bench.prompts import Question
-from vllm_spec_ext.bench.session import sampling_of
+from vllm_spec_ext.bench.session import log_name, sampling_of
 from vllm_spec_ext.bench.settings import (
     BenchSettings,
     merge,
@@ -248,7 +248,7 @@ def record_method(
 ) -> Recorded:
     """Answer the questions at each batch size, with every draft on record; raises EngineFailed."""
     found: dict[int, Recording] = {}
-    with EngineClient(method.name, folder / f"{method.name}.log") as client:
+    with EngineClient(method.name, folder / log_name(method.name)) as client:
         client.start(settings.model, method, settings.llm_args(), sampling_of(settings))
         for size in settings.batch_size:
             # A few requests first: `adaptive_length` learns from them what a token costs at this

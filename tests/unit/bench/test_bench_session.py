@@ -24,7 +24,7 @@ from vllm_spec_ext.bench.records import (
     QuestionRecord,
     TurnRecord,
 )
-from vllm_spec_ext.bench.session import BenchResult
+from vllm_spec_ext.bench.session import BenchResult, log_name
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.errors import SpecExtError
 
@@ -228,3 +228,11 @@ def test_engines_start_in_turn_or_together_and_know_how_many_share_the_memory(
         assert list(clients) == list(result.facts) == ["plain", "c"]
     assert sorted(Starting.told) == [("b", 3), ("c", 3), ("plain", 3)]
     assert list(result.failures) == ["b"]
+
+
+def test_every_engine_has_a_log_of_its_own() -> None:
+    names = ["a/b", "a_b", "a b", "a" * 300, "a" * 301, "plain", "../plain"]
+    files = [log_name(name) for name in names]
+    assert len(set(files)) == len(names)
+    assert "plain.log" in files
+    assert all(len(file.encode()) < 256 and Path(file).name == file for file in files)
