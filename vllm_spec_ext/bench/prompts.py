@@ -129,6 +129,8 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise SpecExtError(f"{where}: not JSON: {error.msg} at character {error.pos}") from error
+    except (ValueError, RecursionError) as error:  # a number too long, or lists too deep
+        raise SpecExtError(f"{where}: not JSON that can be read: {error}") from error
     if not isinstance(row, dict):
         raise SpecExtError(f"{where}: found {type(row).__name__}, expected an object")
     if field not in row:
@@ -148,6 +150,7 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
     elif isinstance(value, list) and value and all(map(_is_message, value)):
         if template is not None:
             raise SpecExtError(f"{where}: --template is for texts, {field!r} holds chat messages")
+        _check_whole(where, category, *(text for part in value for text in map(str, part.values())))
         return Question(number, category, tuple(value))
     else:
         raise SpecExtError(
@@ -157,7 +160,20 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
     if not all(text.strip() for text in texts):
         raise SpecExtError(f"{where}: {field!r} is empty")
     texts = [_filled(template, text) for text in texts]
+    _check_whole(where, category, *texts)
     return Question(number, category, ({"role": "user", "content": texts[0]},), tuple(texts[1:]))
+
+
+def _check_whole(where: str, *texts: str) -> None:
+    """Raise SpecExtError for half a character, which no tokenizer takes: better before engines."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SpecExtError(
+                f"{where}: half a character, {error.object[error.start]!r} at {error.start}; "
+                "remove it, or leave the line out"
+            ) from error
 
 
 def digest(questions: Sequence[Question]) -> str:

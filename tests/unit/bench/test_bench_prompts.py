@@ -102,12 +102,24 @@ def test_limit_spreads_over_the_file(tmp_path: Path) -> None:
         ({"prompt": ["a", 1]}, "line 2: 'prompt' is"),
         ({"prompt": "  "}, "line 2: 'prompt' is empty"),
         ({"prompt": "a", "category": 1}, "line 2: 'category' is 1"),
+        ({"prompt": "a \ud83d b"}, r"line 2: half a character, '\\ud83d' at 2; remove it"),
+        ({"prompt": ["a", "\ude00"]}, "line 2: half a character"),
+        ({"prompt": [{"role": "user", "content": "\ud83d"}]}, "line 2: half a character"),
+        ({"prompt": [{"role": "\ud83d", "content": "a"}]}, "line 2: half a character"),
+        ({"prompt": "a", "category": "\ud83d"}, "line 2: half a character"),
+        ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "line 2: not JSON"),
+        ('{"prompt": ' + "[" * 100_000, "line 2: not JSON"),
     ],
 )
 def test_wrong_shapes_name_the_line(tmp_path: Path, row: object, expected: str) -> None:
     source = _write(tmp_path, {"prompt": "fine"}, row)
     with pytest.raises(SpecExtError, match=expected):
         _load(source)
+
+
+def test_both_halves_of_a_character_are_one(tmp_path: Path) -> None:
+    (question,) = _load(_write(tmp_path, r'{"prompt": "\ud83d\ude00"}'))
+    assert question.opening[0]["content"] == "\U0001f600"
 
 
 def test_missing_and_empty_files(tmp_path: Path) -> None:
