@@ -73,7 +73,7 @@ def read_recordings(path: Path, tokenizer: object | None, limit: int = 0) -> lis
 def _recording(line: str, where: str, tokenizer: object | None) -> Recording:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecExtError(f"{where}: not JSON ({error})") from error
     fields = row if isinstance(row, dict) else {}
     category = str(fields.get("category", ""))
