@@ -54,7 +54,7 @@ class BenchResult:
     failures: dict[str, str] = field(default_factory=dict)  # method -> reason
     drifts: list[Drift] = field(default_factory=list)  # of the lossy methods
     interrupted: bool = False  # with some passes complete
-    stopped_by: SpecExtError | None = None  # what interrupted it, if that was not the user
+    stopped_by: BaseException | None = None  # what interrupted it, if that was not the user
 
     @property
     def plain(self) -> str:
@@ -194,11 +194,12 @@ def run_benchmark(result: BenchResult, log_dir: Path, events: Events) -> None:
                     _run_in_turns(result, clients, batch_size, repeat, events)
             if result.settings.temperature == 0 and result.plain in clients:
                 _measure_drifts(result, clients, events)
-    except (KeyboardInterrupt, SpecExtError) as error:  # or a later turn is too long
+    # A later turn is too long, or the display failed (rich: SystemExit where nobody reads it).
+    except (KeyboardInterrupt, SpecExtError, OSError, SystemExit) as error:
         if not result.runs:
             raise
         result.interrupted = True
-        result.stopped_by = error if isinstance(error, SpecExtError) else None
+        result.stopped_by = None if isinstance(error, KeyboardInterrupt) else error
 
 
 def _run_in_turns(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-spec bench``: compare speculative methods with plain decoding on this machine."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -217,12 +218,14 @@ def load_servers(
     try:
         for one in served.run_passes(settings, say):
             passes.append(one)
-    except (KeyboardInterrupt, SpecExtError) as error:
+    # The last two are of the display: a full disk, or nobody reads it any more.
+    except (KeyboardInterrupt, SpecExtError, OSError, SystemExit) as error:
         passes = served.complete(passes, len(settings.servers))
         if not passes:
             raise
         stopped = error
-        say(f"vllm-spec: {error}" if str(error) else "vllm-spec: interrupted")
+        with contextlib.suppress(OSError, SystemExit):
+            say(f"vllm-spec: {error}" if str(error) else "vllm-spec: interrupted")
     headings, rows = served.table(passes, greedy=settings.temperature == 0)
     with printed_last(lambda: WholeTable(headings, rows).print(report_console())):
         if json_file is not None:
