@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are sent back in the middle of a draft come back, and go on with the same tokens."""
+"""Requests that are sent back in the middle of a draft come back and go on with the same tokens."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -191,3 +191,11 @@ def test_nothing_counts_as_drafted_behind_a_stop_token() -> None:
         found.append(replay(proposer, given, engine))
     assert found[0].num_steps == found[1].num_steps
     assert found[0].num_drafted == found[1].num_drafted + 3
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "1" * 5000 + "}"])
+def test_recordings_that_python_cannot_read(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    with pytest.raises(SpecExtError, match="line 1: not JSON"):
+        simulate.read_recordings(path, None)

@@ -8,6 +8,7 @@ differ in how well they are drafted; each request gets the mean number of tokens
 """
 
 import json
+import math
 import statistics
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
@@ -70,12 +71,16 @@ class Costs:
                 drafts = found.setdefault(str(row["method"]), {})
                 if row.get("branches"):
                     branching.add(str(row["method"]))
-                drafts[int(row["batch"])] = (
-                    float(row["tokens_per_step"]),
-                    float(row["nodes_per_step"]),
-                    float(row["drafter_us"]) / 1e6,
+                drafts[int(_figure(row, "batch", 1))] = (
+                    _figure(row, "tokens_per_step", 1),
+                    _figure(row, "nodes_per_step", 0),
+                    _figure(row, "drafter_us", 0) / 1e6,
                 )
-        except (ValueError, LookupError, TypeError) as error:
+            if not found:
+                raise LookupError("gains are empty")
+        except SpecExtError as error:
+            raise SpecExtError(f"{path}, gains: {error}; run `plan --json` again") from error
+        except (ValueError, LookupError, TypeError, ArithmeticError) as error:
             raise SpecExtError(
                 f"{path} holds no drafts ({error!r}); expected what `plan --json` wrote"
             ) from error
@@ -134,6 +139,16 @@ class Costs:
     @cached_property
     def _sizes(self) -> list[int]:
         return sorted(self.times.table)
+
+
+def _figure(row: Mapping[str, Any], name: str, least: float) -> float:
+    """A number of what `plan` wrote; with another one a simulation might not end."""
+    value = float(row[name])
+    if not least <= value < math.inf:
+        raise SpecExtError(
+            f"{name} of {row['method']!r}: found {row[name]}, expected {least} or more"
+        )
+    return value
 
 
 @dataclass(frozen=True)
@@ -326,13 +341,16 @@ def read_trace(path: Path) -> list[Arrival]:
         try:
             row = json.loads(line)
             found = Arrival(float(row["at"]), int(row["prompt_tokens"]), int(row["answer_tokens"]))
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             raise SpecExtError(
                 f"{path}, line {number}: found {line[:80]!r}, expected "
                 '{"at": 0.5, "prompt_tokens": 400, "answer_tokens": 200}'
             ) from error
-        if found.at < 0 or found.prompt_tokens < 1 or found.answer_tokens < 1:
-            raise SpecExtError(f"{path}, line {number}: numbers below 1, or a time below 0")
+        if not 0 <= found.at < math.inf or found.prompt_tokens < 1 or found.answer_tokens < 1:
+            raise SpecExtError(
+                f"{path}, line {number}: found {line[:80]!r}, expected a time from 0 and numbers "
+                "from 1"
+            )
         arrivals.append(found)
     if not arrivals:
         raise SpecExtError(f"{path} holds no requests")

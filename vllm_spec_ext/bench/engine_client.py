@@ -5,6 +5,12 @@ Idle engines are *stopped* (SIGSTOP to the process group) while another one is m
 worker spins on shared memory for a second after its last step and polls afterwards
 (``shm_broadcast.SpinCondition``, vLLM 0.32), so that an idle engine would take a core from the
 one being measured just after the change-over.
+
+An engine is taken for dead if it takes no step for ``SILENCE_S`` (it says when it does) and its
+processes hardly use a processor or a disk either: while it starts, fetches a model, or computes one
+very long step, that is all there is to see. Seen so, an endless loop looks like work, which is why
+work without a step is waited for no longer than ``START_S`` or ``STEP_S``; and a download whose
+server sends nothing looks like death.
 """
 
 import contextlib
@@ -13,11 +19,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Self
 
+from vllm_spec_ext.bench.group_work import LEAST_BYTES, LEAST_CORE, work_of
 from vllm_spec_ext.bench.methods import Method
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.records import EngineFacts, EngineRun
@@ -25,7 +33,10 @@ from vllm_spec_ext.errors import SpecExtError
 
 CHILD_MODULE = "vllm_spec_ext.bench.engine_process"
 STOP_TIMEOUT_S = 20.0
-SILENCE_S = 900.0  # an engine that starts, warms up or answers one prompt for longer has died
+SILENCE_S = 900.0  # without a step; from then on its processes must be at work
+LOOK_S = 60.0  # of silence, before it is looked at what they do
+STEP_S = 3600.0  # for one step, though they are at work
+START_S = 4 * 3600.0  # for a start, which may fetch a large model first
 MAX_MESSAGE = 500  # characters; vLLM's validation errors list everything it knows
 
 # What vLLM raises only to say that the reason stands further up in the log.
@@ -91,7 +102,8 @@ class EngineClient:
             num_engines: Engines that share the machine's memory, this one included.
         """
         try:
-            return self._ask("start", model, method, dict(engine_args), sampling, num_engines)
+            arguments = (model, method, dict(engine_args), sampling, num_engines)
+            return self._ask("start", *arguments, most_s=START_S)
         except EngineFailed:
             raise
         except SpecExtError as error:  # settings that this method refuses: others may go on
@@ -103,7 +115,7 @@ class EngineClient:
         Raises:
             SpecExtError: The method's options or files are refused.
         """
-        self._ask("check", model, method, dict(engine_args))
+        self._ask("check", model, method, dict(engine_args), most_s=START_S)
 
     def prepare(self, questions: Sequence[Question], warm_up: int, concurrency: int) -> EngineFacts:
         """Hand over the questions and warm up; SpecExtError if one does not fit the model."""
@@ -223,26 +235,60 @@ class EngineClient:
         *arguments: object,
         on_progress: Callable[[int], None] = lambda index: None,
         on_step: Callable[[list[str]], None] | None = None,
+        most_s: float | None = None,
     ) -> Any:
         self.resume()
         self.busy = True  # stays so if we are interrupted
-        try:
+        with self._end_explained():
             self.pipe.send((command, arguments))
-            while True:
-                if not self.pipe.poll(SILENCE_S):
-                    raise EngineFailed(self._explain(f"no sign of life for {SILENCE_S:.0f} s"))
+        while True:
+            # What is called with a message stays outside: a full disk there is not the engine's.
+            with self._end_explained():
+                self._await_message(most_s or STEP_S)
                 kind, value = self.pipe.recv()
-                self.busy = kind in ("step", "progress")
-                if kind in ("ok", "turn"):
-                    return value
-                if kind == "error":
-                    raise EngineFailed(self._explain(str(value)))
-                if kind == "refused":
-                    raise SpecExtError(str(value))
-                if kind == "step" and on_step is not None:
-                    on_step(value)
-                elif kind == "progress":
-                    on_progress(value)
+            self.busy = kind in ("step", "progress", "alive")
+            if kind in ("ok", "turn"):
+                return value
+            if kind == "error":
+                raise EngineFailed(self._explain(str(value)))
+            if kind == "refused":
+                raise SpecExtError(str(value))
+            if kind == "step" and on_step is not None:
+                on_step(value)
+            elif kind == "progress":
+                on_progress(value)
+
+    def _await_message(self, most_s: float) -> None:
+        """Until there is one; EngineFailed if the engine must be taken for dead (see above)."""
+        if self.pipe.poll(LOOK_S):
+            return
+        began, window = time.monotonic() - LOOK_S, SILENCE_S - LOOK_S
+        before = work_of(self.process.pid)
+        while not self.pipe.poll(window):
+            now, silent_s = work_of(self.process.pid), time.monotonic() - began
+            if not now.differs(before, window):
+                raise EngineFailed(
+                    self._explain(
+                        f"no sign of life for {silent_s:.0f} s: no step, and less than "
+                        f"{LEAST_CORE:.0%} of a core and {LEAST_BYTES >> 20} MiB of disk used in "
+                        f"the last {window:.0f} s; look at its log, or start it again"
+                    )
+                )
+            if silent_s > most_s:
+                raise EngineFailed(
+                    self._explain(
+                        f"at work, but took no step for {silent_s:.0f} s, expected one in "
+                        f"{most_s:.0f}: an endless loop, or too much for this machine; ask for "
+                        "less at a time (--batch-size, --max-model-len), or take a smaller model"
+                    )
+                )
+            before = now
+
+    @contextlib.contextmanager
+    def _end_explained(self) -> Iterator[None]:
+        """Turn a broken pipe into EngineFailed with the process's status."""
+        try:
+            yield
         except (EOFError, OSError) as error:
             status = self.process.wait()
             raise EngineFailed(self._explain(f"its process ended with status {status}")) from error

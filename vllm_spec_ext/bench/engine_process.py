@@ -3,7 +3,8 @@
 
 It reads commands from a pipe and answers each with ``("ok", value)``, ``("refused", text)`` for
 bad input or ``("error", text)``, with ``("progress", index)`` and ``("step", texts)`` in between; a
-pass in turns also says ``("turn", None)`` and waits for the command ``go_on``.
+pass in turns also says ``("turn", None)`` and waits for the command ``go_on``. While an engine
+takes steps, ``("alive", None)`` says so every few seconds.
 See :mod:`vllm_spec_ext.bench.engine_client` for the other end.
 """
 
@@ -20,6 +21,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from vllm_spec_ext.bench.group_work import resident_bytes
 from vllm_spec_ext.bench.measure import run_questions
 from vllm_spec_ext.bench.prompts import Question
 from vllm_spec_ext.bench.records import EngineFacts, EngineRun, QuestionRecord
@@ -29,6 +31,8 @@ from vllm_spec_ext.errors import SpecExtError
 
 if TYPE_CHECKING:
     from vllm_spec_ext.bench.vllm_engine import VllmEngine
+
+BEAT_S = 10.0  # between two signs of life; a message takes microseconds of a step
 
 
 class Stopwatch:
@@ -56,6 +60,7 @@ class EngineServer:
         self.pipe = pipe
         self.engine: VllmEngine | None = None
         self.questions: Sequence[Question] = ()
+        self._beat_at = time.monotonic()
 
     def check(self, model: str, method: Any, engine_args: dict[str, Any]) -> None:
         """Make the engine's configuration, which reads the drafter's files but no weights.
@@ -85,9 +90,12 @@ class EngineServer:
         """Take the questions, check that they fit, and answer ``warm_up`` of them untimed."""
         engine = self._started()
         self.questions = questions
-        lengths = tuple(len(engine.encode(question.opening)) for question in questions)
+        lengths = []
+        for question in questions:
+            lengths.append(len(engine.encode(question.opening)))
+            self._beat()
         self._answer(range(min(warm_up, len(questions))), concurrency)
-        return replace(engine.facts, prompt_lengths=lengths)
+        return replace(engine.facts, prompt_lengths=tuple(lengths))
 
     def run(
         self,
@@ -229,7 +237,15 @@ class EngineServer:
             clock=clock,
             on_answer=on_answer,
             on_step=on_step,
+            after_step=self._beat,
         )
+
+    def _beat(self) -> None:
+        """Say that a step was taken; not every time. A hung engine takes none."""
+        now = time.monotonic()
+        if now - self._beat_at >= BEAT_S:
+            self._beat_at = now
+            self.pipe.send(("alive", None))
 
     def _report(self, index: int) -> None:
         self.pipe.send(("progress", index))
@@ -244,20 +260,6 @@ class EngineServer:
         if self.engine is None:
             raise SpecExtError("the engine was not started")
         return self.engine
-
-
-def resident_bytes(process_group: int) -> int:
-    """Resident memory of a process group, in bytes (pages shared by several count once each)."""
-    import psutil
-
-    total = 0
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == process_group:
-                total += process.memory_info().rss
-        except (psutil.Error, ProcessLookupError, PermissionError):
-            continue  # ended meanwhile, or not ours
-    return total
 
 
 def serve(pipe: "Connection[Any, Any]") -> None:

@@ -146,7 +146,7 @@ def subplots(columns: int, height: float) -> tuple[Any, Sequence[Any]]:
     return figure, axes[0]
 
 
-def write(figure: Any, file: Path | io.StringIO, **options: Any) -> None:
+def write(figure: Any, file: Path | io.StringIO | io.BytesIO, **options: Any) -> None:
     """Save a figure, by default in the format of the file's name, and forget it."""
     from matplotlib import pyplot
 

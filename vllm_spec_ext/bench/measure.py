@@ -69,6 +69,7 @@ def run_questions(
     clock: Callable[[], float],
     on_answer: Callable[[int], None] = lambda index: None,
     on_step: Callable[[Sequence[int], int], None] | None = None,
+    after_step: Callable[[], None] = lambda: None,
 ) -> tuple[list[QuestionRecord], float]:
     """Answer all questions with ``concurrency`` requests in flight.
 
@@ -84,6 +85,8 @@ def run_questions(
         on_answer: Called with the index of each question that is complete.
         on_step: Called with the answer so far and the number of tokens that were new; its time
             counts.
+        after_step: Called after each step of the engine, also of one that gave nobody a token; its
+            time counts, too.
 
     Returns:
         Records in order of their index, and the wall time of the whole pass in seconds.
@@ -111,6 +114,7 @@ def run_questions(
             submit(*waiting.popleft())
         outputs = engine.step()
         now = clock()
+        after_step()
         served = {output.request_id for output in outputs if output.token_ids}
         # A request that got nothing although it had begun was preempted; its prefill comes again.
         prefilling = any(

@@ -41,12 +41,14 @@ def measure_apart(module: str, arguments: Sequence[str], path: Path, failure: st
         [sys.executable, "-m", module, *arguments, "--json", str(path)],
         capture_output=True,
         text=True,
+        errors="replace",
         check=False,
         preexec_fn=_end_with_parent,
     )
     if done.returncode == 2:
         raise SpecExtError(done.stderr.rpartition("SpecExtError: ")[2].strip())
     if done.returncode:
-        reason = root_cause(done.stderr + done.stdout) or done.stderr[-500:]
+        reason = root_cause(done.stderr + done.stdout) or done.stderr[-500:].strip()
+        reason = reason or f"its process ended with status {done.returncode}, and said nothing"
         raise EngineFailed(f"{failure}: {reason}")
     return json.loads(path.read_text(encoding="utf-8"))

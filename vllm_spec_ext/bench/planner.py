@@ -8,9 +8,11 @@ measured times, and the drafter's time for the batch. As in ``bench``, requests 
 """
 
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,17 +43,21 @@ class StepTimes:
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            rows = found["step_seconds"]
-            if branches:
-                rows = found.get("step_seconds_with_branches", rows)
-            return cls(
-                {int(b): {int(n): float(s) for n, s in row.items()} for b, row in rows.items()}
-            )
+            name, chains = "step_seconds", found["step_seconds"]
+            if branches and "step_seconds_with_branches" in found:
+                name = "step_seconds_with_branches"
+            table = {
+                int(b): {int(n): float(s) for n, s in row.items()} for b, row in found[name].items()
+            }
+            _check_table(table, {int(b) for b in chains})
+            return cls(table)
         except OSError as error:
             raise SpecExtError(
                 f"cannot read {path}: {error.strerror or error}; expected what `plan --json` wrote"
             ) from error
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except SpecExtError as error:
+            raise SpecExtError(f"{path}, {name}: {error}; run `plan --json` again") from error
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise SpecExtError(
                 f"{path} holds no step times ({error!r}); expected what `plan --json` wrote"
             ) from error
@@ -68,6 +74,27 @@ class StepTimes:
             slope = (row[last] - row[before]) / (last - before)
             return row[last] + max(0.0, slope) * (nodes - last)
         return float(np.interp(nodes, sizes, [row[size] for size in sizes]))
+
+
+def _check_table(table: Mapping[int, Mapping[int, float]], sizes: AbstractSet[int]) -> None:
+    """Raise SpecExtError for gaps, and for numbers with which nothing can be predicted."""
+    if table.keys() != sizes or not sizes:
+        found = ", ".join(map(str, sorted(table))) or "none"
+        expected = ", ".join(map(str, sorted(sizes))) or "one at least"
+        raise SpecExtError(f"holds no step times of batch sizes {expected}; found {found}")
+    for size, row in table.items():
+        if size < 1:
+            raise SpecExtError(f"found a batch of {size} requests, expected 1 or more")
+        if 0 not in row:
+            raise SpecExtError(f"batch size {size}: no time of a step with 0 draft tokens")
+        for nodes, seconds in row.items():
+            if nodes < 0:
+                raise SpecExtError(f"batch size {size}: found {nodes} draft tokens")
+            if not 0.0 < seconds < math.inf:
+                raise SpecExtError(
+                    f"batch size {size}, {nodes} draft tokens: found {seconds} s, expected seconds "
+                    "above 0"
+                )
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,8 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise SpecExtError(f"{where}: not JSON: {error.msg} at character {error.pos}") from error
+    except (ValueError, RecursionError) as error:  # a number too long, or lists too deep
+        raise SpecExtError(f"{where}: not JSON that can be read: {error}") from error
     if not isinstance(row, dict):
         raise SpecExtError(f"{where}: found {type(row).__name__}, expected an object")
     if field not in row:
@@ -141,11 +143,8 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
         category = ALL
     if not isinstance(category, str):
         raise SpecExtError(f"{where}: 'category' is {category!r}, expected a text")
+    check_whole(category, where, "'category'")
     value = row[field]
-    parts = value if isinstance(value, list) else [value]
-    for text in (part["content"] if _is_message(part) else part for part in parts):
-        if isinstance(text, str):
-            check_whole(text, where, repr(field))
     if isinstance(value, str):
         texts = [value]
     elif isinstance(value, list) and value and all(isinstance(part, str) for part in value):
@@ -153,6 +152,8 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
     elif isinstance(value, list) and value and all(map(_is_message, value)):
         if template is not None:
             raise SpecExtError(f"{where}: --template is for texts, {field!r} holds chat messages")
+        for text in (str(part) for message in value for part in message.values()):
+            check_whole(text, where, repr(field))
         return Question(number, category, tuple(value))
     else:
         raise SpecExtError(
@@ -162,6 +163,8 @@ def parse_line(line: str, where: str, number: int, field: str, template: str | N
     if not all(text.strip() for text in texts):
         raise SpecExtError(f"{where}: {field!r} is empty")
     texts = [_filled(template, text) for text in texts]
+    for text in texts:
+        check_whole(text, where, repr(field))
     return Question(number, category, ({"role": "user", "content": texts[0]},), tuple(texts[1:]))
 
 

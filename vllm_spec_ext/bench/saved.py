@@ -18,7 +18,7 @@ from vllm_spec_ext.bench.prompts import WITHIN_DATASET, Question, digest
 from vllm_spec_ext.bench.records import EngineFacts, Run
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.settings import BenchSettings
-from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.errors import SpecExtError, shown
 
 FORMAT = 3
 SERVED = "served"  # what a load test of running servers writes
@@ -90,7 +90,7 @@ def load(path: Path) -> SavedBench:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecExtError(f"cannot read {str(path)!r}: {error}") from error
     version = data.get("format") if isinstance(data, dict) else None
     if version == SERVED:
@@ -114,11 +114,34 @@ def load(path: Path) -> SavedBench:
             interrupted=data.get("interrupted", False),
             drifts=TypeAdapter(list[Drift]).validate_python(data["drifts"]),
         )
+        _check_parts(result)
         found = SavedBench(path.stem, result, data["provenance"])
         conditions(found)  # needs parts of the provenance
-    except (KeyError, TypeError, AttributeError, ValidationError) as error:
+    except (KeyError, TypeError, AttributeError, ValidationError, SpecExtError) as error:
         raise SpecExtError(f"{path} is damaged: {error}; run the benchmark again") from error
     return found
+
+
+def _check_parts(result: BenchResult) -> None:
+    """Raise SpecExtError if tables of this could not be made: parts are missing, or of others."""
+    if all(method.config is not None for method in result.methods):
+        names = [method.name for method in result.methods]
+        raise SpecExtError(f"no method decodes plainly, expected one; found {', '.join(names)}")
+    if not result.runs:
+        raise SpecExtError("it holds no run, expected one for each method, batch size and repeat")
+    expected = list(range(len(result.questions)))
+    for run in result.runs:
+        if run.method not in result.facts:
+            raise SpecExtError(
+                f"a run is of {run.method!r}, expected one of the engines: "
+                + ", ".join(result.facts)
+            )
+        answered = [record.index for record in run.result.questions]
+        if answered != expected:
+            raise SpecExtError(
+                f"a run of {run.method!r} answers questions {shown(answered)}, expected "
+                f"{shown(expected)}"
+            )
 
 
 def conditions(saved: SavedBench) -> dict[str, Any]:

@@ -235,12 +235,12 @@ def command(
 
 
 def _drive(arguments: list[str], name: str) -> None:
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         last = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-3:]
         raise SpecExtError(
-            f"vllm bench serve failed on {name}: {' | '.join(last)} (it needs pandas, and "
-            "--model must be the served one: its tokenizer counts the tokens)"
+            f"vllm bench serve failed on {name} (status {done.returncode}): {' | '.join(last)} (it "
+            "needs pandas, and --model must be the served one: its tokenizer counts the tokens)"
         )
 
 

@@ -2,6 +2,7 @@
 """A whole benchmark: all engines up, then interleaved passes, then the figures."""
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from vllm_spec_ext.errors import SpecExtError
 
 MIN_FREE_BYTES = 512 << 20
 TURN = 4  # answers; a whole batch, where that is more
+_LOG_NAME = 60  # characters of a label; a file's name may have 255 bytes
 
 
 class Events:
@@ -52,7 +54,7 @@ class BenchResult:
     failures: dict[str, str] = field(default_factory=dict)  # method -> reason
     drifts: list[Drift] = field(default_factory=list)  # of the lossy methods
     interrupted: bool = False  # with some passes complete
-    stopped_by: SpecExtError | None = None  # what interrupted it, if that was not the user
+    stopped_by: BaseException | None = None  # what interrupted it, if that was not the user
 
     @property
     def plain(self) -> str:
@@ -94,6 +96,17 @@ def rotated(names: Sequence[str], repeat: int) -> list[str]:
     return [*names[shift:], *names[:shift]]
 
 
+def log_name(method: str) -> str:
+    """File for the log of a method's engine; labels may be long and hold any character.
+
+    Where something is replaced or cut, a part of the label's checksum keeps two of them apart.
+    """
+    safe = "".join(char if char.isalnum() or char in "-_." else "_" for char in method)[:_LOG_NAME]
+    if safe != method:
+        safe += "-" + hashlib.sha256(method.encode(errors="surrogatepass")).hexdigest()[:8]
+    return f"{safe}.log"
+
+
 def sampling_of(settings: BenchSettings) -> Sampling:
     """The part of the settings that each request carries."""
     return Sampling(settings.max_tokens, settings.temperature, settings.seed, settings.raw)
@@ -122,7 +135,7 @@ def engines_running(
     pool = ThreadPoolExecutor(at_once)
     try:
         for method in result.methods:
-            log = log_dir / f"{_file_name(method.name)}.log"
+            log = log_dir / log_name(method.name)
             clients[method.name] = EngineClient(method.name, log)
         starts = [
             pool.submit(_start, result, method, clients[method.name], events)
@@ -181,11 +194,12 @@ def run_benchmark(result: BenchResult, log_dir: Path, events: Events) -> None:
                     _run_in_turns(result, clients, batch_size, repeat, events)
             if result.settings.temperature == 0 and result.plain in clients:
                 _measure_drifts(result, clients, events)
-    except (KeyboardInterrupt, SpecExtError) as error:  # or a later turn is too long
+    # A later turn is too long, or the display failed (rich: SystemExit where nobody reads it).
+    except (KeyboardInterrupt, SpecExtError, OSError, SystemExit) as error:
         if not result.runs:
             raise
         result.interrupted = True
-        result.stopped_by = error if isinstance(error, SpecExtError) else None
+        result.stopped_by = None if isinstance(error, KeyboardInterrupt) else error
 
 
 def _run_in_turns(
@@ -274,7 +288,3 @@ def _require_memory(num_engines: int) -> None:
             f"expected at least {MIN_FREE_BYTES >> 20}: measure fewer methods in one run, or lower "
             "--max-model-len or --engine-arg kv_cache_memory_bytes"
         )
-
-
-def _file_name(name: str) -> str:
-    return "".join(char if char.isalnum() or char in "-_." else "_" for char in name)

@@ -172,12 +172,12 @@ def read_file(path: Path) -> dict[str, Any]:
 
         try:
             found = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise SpecExtError(f"{path} is not YAML: {error}") from error
     else:
         try:
             found = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise SpecExtError(f"{path} is not JSON: {error} (YAML files end in .yaml)") from error
     if not isinstance(found, dict):
         raise SpecExtError(f"{path} holds a {type(found).__name__}; expected settings by name")

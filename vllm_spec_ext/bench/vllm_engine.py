@@ -163,14 +163,19 @@ class VllmEngine:
         """Sum of the log-probabilities of an answer's tokens under this engine's target."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         ids = [*prompt, *answer]
+        more: dict[str, Any] = {}
+        if len(ids) >= self.max_model_len:
+            # vLLM takes no prompt that fills the model. It is made to generate the last token then;
+            # the log-probability that it gives is from before it was made to (raw_logprobs).
+            more = {"allowed_token_ids": [ids.pop()], "logprobs": 0}
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, **more)
         (out,) = self.llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
-        rows = out.prompt_logprobs or []
+        rows = list(out.prompt_logprobs or [])[len(prompt) :]
+        if more:
+            rows += out.outputs[0].logprobs or []
         return sum(
-            row[token].logprob
-            for token, row in zip(ids[len(prompt) :], rows[len(prompt) :], strict=True)
-            if row is not None
+            row[token].logprob for token, row in zip(answer, rows, strict=True) if row is not None
         )
 
     def forget(self) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-spec bench``: compare speculative methods with plain decoding on this machine."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -29,7 +30,7 @@ from vllm_spec_ext.bench.settings import (
 )
 from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable, printed_last
+from vllm_spec_ext.cli.written_files import check_writable, printed_last, write_result
 from vllm_spec_ext.errors import SpecExtError
 
 EXIT_FAILED = 1
@@ -173,9 +174,9 @@ def bench(
     with printed_last(lambda: show(result, facts, report_console(), by_category=by_category)):
         if json_file is not None:
             whole = saved.to_json(result, facts)
-            json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+            write_result(json_file, json.dumps(whole, indent=1))
         if markdown_file is not None:
-            markdown_file.write_text(report.markdown(result, facts), encoding="utf-8")
+            write_result(markdown_file, report.markdown(result, facts))
     if result.stopped_by is not None:
         raise result.stopped_by
     if result.interrupted:
@@ -217,12 +218,14 @@ def load_servers(
     try:
         for one in served.run_passes(settings, say):
             passes.append(one)
-    except (KeyboardInterrupt, SpecExtError) as error:
+    # The last two are of the display: a full disk, or nobody reads it any more.
+    except (KeyboardInterrupt, SpecExtError, OSError, SystemExit) as error:
         passes = served.complete(passes, len(settings.servers))
         if not passes:
             raise
         stopped = error
-        say(f"vllm-spec: {error}" if str(error) else "vllm-spec: interrupted")
+        with contextlib.suppress(OSError, SystemExit):
+            say(f"vllm-spec: {error}" if str(error) else "vllm-spec: interrupted")
     headings, rows = served.table(passes, greedy=settings.temperature == 0)
     with printed_last(lambda: WholeTable(headings, rows).print(report_console())):
         if json_file is not None:
@@ -232,9 +235,9 @@ def load_servers(
                 "provenance": facts,
                 "passes": [asdict(one) for one in passes],
             }
-            json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+            write_result(json_file, json.dumps(whole, indent=1))
         if markdown_file is not None:
-            markdown_file.write_text(markdown_table(headings, rows) + "\n", encoding="utf-8")
+            write_result(markdown_file, markdown_table(headings, rows) + "\n")
     if isinstance(stopped, KeyboardInterrupt):
         raise typer.Exit(EXIT_INTERRUPTED)
     if stopped is not None or any(one.result["failed"] for one in passes):

@@ -23,7 +23,7 @@ from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.simulate import BUDGET, make_points, parse_grid, read_recordings, start
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable
+from vllm_spec_ext.cli.written_files import check_writable, write_result
 from vllm_spec_ext.draw_tree import check_tree, draw_tree, visible
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import parse_options
@@ -377,7 +377,8 @@ def show(
             calibration_table(method, by_source, here).print(out)
     title = f"{method}, {summary}"
     if svg is not None:
-        svg.write_text(
+        write_result(
+            svg,
             draw_tree(
                 texts,
                 step.parents,
@@ -388,5 +389,4 @@ def show(
                 probs=step.path_probs,
                 sources=step.sources,
             ),
-            encoding="utf-8",
         )

@@ -19,7 +19,7 @@ from vllm_spec_ext.bench.methods import Method, parse_method
 from vllm_spec_ext.bench.own_process import measure_apart
 from vllm_spec_ext.bench.planner import Recording, StepTimes, expected_speed_up, read_recording
 from vllm_spec_ext.bench.prompts import Question
-from vllm_spec_ext.bench.session import sampling_of
+from vllm_spec_ext.bench.session import log_name, sampling_of
 from vllm_spec_ext.bench.settings import (
     BenchSettings,
     merge,
@@ -48,7 +48,7 @@ from vllm_spec_ext.cli.plan_drafts import conditions, measure_drafts, split_name
 from vllm_spec_ext.cli.plan_drafts import show as show_drafts
 from vllm_spec_ext.cli.plan_paper import plan_paper
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable, printed_last
+from vllm_spec_ext.cli.written_files import check_writable, printed_last, write_result
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers import registry
 
@@ -192,7 +192,7 @@ def plan(
                 with printed_last(lambda: show_drafts(planned, report_console())):
                     if json_file is not None:
                         whole = {**conditions(settings, questions), **planned.as_dict()}
-                        json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+                        write_result(json_file, json.dumps(whole, indent=1))
                 return
             found = []
             for wanted in methods:
@@ -210,9 +210,9 @@ def plan(
     with printed_last(lambda: show(times, tokens, gains, report_console())):
         if json_file is not None:
             whole = {"context": tokens, **step_seconds(times), "gains": gains}
-            json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+            write_result(json_file, json.dumps(whole, indent=1))
         if plot is not None:
-            plot.write_text(figures.plan_figure(times["chain"], gains), encoding="utf-8")
+            write_result(plot, figures.plan_figure(times["chain"], gains))
 
 
 def refuse_options(call: typer.Context) -> None:
@@ -248,7 +248,7 @@ def record_method(
 ) -> Recorded:
     """Answer the questions at each batch size, with every draft on record; raises EngineFailed."""
     found: dict[int, Recording] = {}
-    with EngineClient(method.name, folder / f"{method.name}.log") as client:
+    with EngineClient(method.name, folder / log_name(method.name)) as client:
         client.start(settings.model, method, settings.llm_args(), sampling_of(settings))
         for size in settings.batch_size:
             # A few requests first: `adaptive_length` learns from them what a token costs at this

@@ -14,7 +14,7 @@ from vllm_spec_ext.bench import cluster, figures
 from vllm_spec_ext.bench.cluster import Arrival, Cluster, Costs, Load, Routing
 from vllm_spec_ext.cli.bench import report_console
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable, printed_last
+from vllm_spec_ext.cli.written_files import check_writable, printed_last, write_result
 from vllm_spec_ext.errors import SpecExtError
 
 _LOADS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1)  # of what the cluster can do without drafts
@@ -90,9 +90,9 @@ def plan_cluster(
     with printed_last(lambda: _show(found, report_console())):
         if json_file is not None:
             rows = [dataclasses.asdict(load) for load in found]
-            json_file.write_text(json.dumps({"simulated": rows}, indent=1), encoding="utf-8")
+            write_result(json_file, json.dumps({"simulated": rows}, indent=1))
         if plot is not None:
-            plot.write_text(figures.cluster_figure(found), encoding="utf-8")
+            write_result(plot, figures.cluster_figure(found))
 
 
 def _loads(shape: Cluster, arrivals: Sequence[Arrival]) -> list[Load]:

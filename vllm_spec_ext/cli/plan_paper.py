@@ -23,7 +23,7 @@ from vllm_spec_ext.bench.paper_plan import (
 from vllm_spec_ext.bench.settings import parse_batch_sizes
 from vllm_spec_ext.cli.bench import report_console
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable, printed_last
+from vllm_spec_ext.cli.written_files import check_writable, printed_last, write_result
 from vllm_spec_ext.errors import SpecExtError
 
 _NOT_RUN = "Predicted from published figures of the GPU; nothing was run on one."
@@ -115,7 +115,7 @@ def plan_paper(
                 "predicted": found,
                 "break_even": thresholds,
             }
-            json_file.write_text(json.dumps(whole, indent=1), encoding="utf-8")
+            write_result(json_file, json.dumps(whole, indent=1))
 
 
 def _contexts(text: str) -> list[int]:

@@ -14,6 +14,7 @@ from vllm_spec_ext.bench.markdown_table import markdown_table
 from vllm_spec_ext.bench.saved import SavedBench, load, require_alike, to_summary
 from vllm_spec_ext.cli.bench import report_console
 from vllm_spec_ext.cli.whole_table import WholeTable
+from vllm_spec_ext.cli.written_files import write_result
 from vllm_spec_ext.errors import SpecExtError
 
 _FIGURES = {
@@ -81,7 +82,7 @@ def _write_figures(results: list[SavedBench], folder: Path) -> None:
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SpecExtError(f"cannot write {str(path)!r}: {error}") from error
+    write_result(path, text)
     print(f"wrote {path}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-spec simulate`: replay recorded outputs through a proposer, over a grid of settings."""
 
+import io
 import itertools
 import json
 import sys
@@ -16,7 +17,7 @@ from vllm_spec_ext.bench import figures
 from vllm_spec_ext.bench.planner import StepTimes
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.whole_table import WholeTable
-from vllm_spec_ext.cli.written_files import check_writable, printed_last
+from vllm_spec_ext.cli.written_files import check_writable, printed_last, write_result
 from vllm_spec_ext.errors import SpecExtError, UnsupportedError
 from vllm_spec_ext.options import MethodOptions, parse_options
 from vllm_spec_ext.proposers import registry
@@ -73,7 +74,7 @@ def read_recordings(path: Path, tokenizer: object | None, limit: int = 0) -> lis
 def _recording(line: str, where: str, tokenizer: object | None) -> Recording:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecExtError(f"{where}: not JSON ({error})") from error
     fields = row if isinstance(row, dict) else {}
     category = str(fields.get("category", ""))
@@ -265,7 +266,9 @@ def draw(results: Mapping[str, ReplayResult], path: Path) -> None:
     left.set(xlabel="draft nodes per step", ylabel="tokens per step")
     right.set(xlabel="depth", ylabel="accepted share of drafts this deep", ylim=(0, 1))
     right.legend(fontsize="small")
-    figures.write(figure, path)
+    drawn = io.BytesIO()
+    figures.write(figure, drawn, format=path.suffix[1:].lower())
+    write_result(path, drawn.getvalue())
 
 
 def speed_up(result: ReplayResult, batch_size: int, chains: StepTimes, trees: StepTimes) -> float:
@@ -401,6 +404,6 @@ def simulate(
         if times is not None:
             _warn_of_longer_drafts(results, batch_size, times[0])
         if json_file is not None:
-            json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+            write_result(json_file, json.dumps(rows, indent=2) + "\n")
         if plot is not None:
             draw(results, plot)

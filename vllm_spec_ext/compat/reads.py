@@ -484,6 +484,7 @@ CLASSES: tuple[Reads, ...] = (
         "its new tokens",
         {
             "token_ids": "Sequence[int]",
+            "logprobs": "list[dict[int, Logprob]] | None",
             "spec_decode_metrics": "RequestSpecDecodeMetrics | None",
         },
     ),
@@ -511,6 +512,8 @@ CLASSES: tuple[Reads, ...] = (
             "ignore_eos": "bool",
             "output_kind": "RequestOutputKind",
             "prompt_logprobs": "int | None",
+            "logprobs": "int | None",
+            "allowed_token_ids": "list[int] | None",
         },
     ),
     # -- worker and runner ----------------------------------------------------------------------

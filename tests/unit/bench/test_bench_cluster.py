@@ -2,9 +2,11 @@
 """Simulated replicas, against what can be said by hand, and against queueing theory."""
 
 import json
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,19 +23,17 @@ TIMES = {
 }
 COSTS = Costs(StepTimes(TIMES), {1: (2.0, 4.0, 0.001), 8: (1.5, 4.0, 0.002)}, 1e-5)
 ONE = Cluster(COSTS, "off", num_replicas=1, max_num_seqs=8)
-PLANNED = {
-    "step_seconds": TIMES,
-    "gains": [
-        {
-            "method": "input_copy",
-            "batch": size,
-            "tokens_per_step": tokens,
-            "nodes_per_step": nodes,
-            "drafter_us": seconds * 1e6,
-        }
-        for size, (tokens, nodes, seconds) in COSTS.drafts.items()
-    ],
-}
+GAINS: list[dict[str, Any]] = [
+    {
+        "method": "input_copy",
+        "batch": size,
+        "tokens_per_step": tokens,
+        "nodes_per_step": nodes,
+        "drafter_us": seconds * 1e6,
+    }
+    for size, (tokens, nodes, seconds) in COSTS.drafts.items()
+]
+PLANNED = {"step_seconds": TIMES, "gains": GAINS}
 
 
 @pytest.fixture
@@ -173,6 +173,55 @@ def test_another_file(tmp_path: Path) -> None:
     file.write_text(json.dumps({"step_seconds": TIMES}))
     with pytest.raises(SpecExtError, match="holds no drafts"):
         Costs.read(file, None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"step_seconds": {"1": {"4": 0.1}}},
+            "batch size 1: no time of a step with 0 draft tokens",
+        ),
+        ({"step_seconds": {"1": {}}}, "batch size 1: no time of a step with 0 draft tokens"),
+        ({"step_seconds": {}}, "holds no step times"),
+        ({"step_seconds": {"1": {"0": 0.0}}}, "found 0.0 s, expected seconds above 0"),
+        ({"step_seconds": {"1": {"0": float("nan")}}}, "found nan s, expected seconds above 0"),
+        ({"step_seconds": {"1": {"0": 10**400}}}, "holds no step times"),
+        ({"step_seconds": {"0": {"0": 1.0}}}, "found a batch of 0"),
+        ({"step_seconds": {"1": {"0": 1.0, "-1": 1.0}}}, "found -1 draft tokens"),
+        (
+            {"step_seconds_with_branches": {"1": {"0": 1.0}}},
+            "with_branches: holds no step times of batch sizes 1, 4, 8; found 1",
+        ),
+        ({"gains": []}, "holds no drafts"),
+        ({"gains": {}}, "holds no drafts"),
+        ({"gains": [{**GAINS[0], "tokens_per_step": 0.0}]}, "tokens_per_step.*found 0.0"),
+        ({"gains": [{**GAINS[0], "nodes_per_step": -1}]}, "nodes_per_step.*found -1"),
+        ({"gains": [{**GAINS[0], "drafter_us": float("inf")}]}, "drafter_us.*found inf"),
+        ({"gains": [{**GAINS[0], "batch": 0}]}, "batch.*found 0"),
+    ],
+)
+def test_tables_with_gaps(
+    change: dict[str, Any], said: str, planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some ended in a traceback, some in a simulation without end."""
+    branches = [{**row, "branches": "step_seconds_with_branches" in change} for row in GAINS]
+    planned.write_text(json.dumps({**PLANNED, "gains": branches, **change}), encoding="utf-8")
+    assert run(str(planned), "--requests", "20") == 2
+    printed = capsys.readouterr().err.replace("\n", " ")
+    assert str(planned) in printed
+    assert re.search(said, printed), printed
+
+
+@pytest.mark.parametrize("at", ["NaN", "Infinity", "1e400"])
+def test_requests_that_never_come(at: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(f'{{"at": {at}, "prompt_tokens": 1, "answer_tokens": 1}}')
+    with pytest.raises(SpecExtError, match="line 1"):
+        cluster.read_trace(trace)
+    trace.write_text(f'{{"at": 1, "prompt_tokens": {at}, "answer_tokens": 1}}')
+    with pytest.raises(SpecExtError, match="line 1"):
+        cluster.read_trace(trace)
 
 
 def test_trees_cost_what_steps_with_branches_take(planned: Path) -> None:

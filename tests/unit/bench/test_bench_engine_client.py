@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -125,6 +127,87 @@ def test_an_engine_can_be_closed_between_its_turns(child_in_turns: EngineClient)
     assert child_in_turns.process.returncode == 0
 
 
+CHILD_THAT_SAYS_LITTLE = """
+import sys, time
+from multiprocessing.connection import Connection
+from pathlib import Path
+pipe = Connection(int(sys.argv[1]))
+command, arguments = pipe.recv()
+until = time.monotonic() + 2.5
+while arguments[0] == ["computes"] and time.monotonic() < until:
+    pass
+while arguments[0] == ["writes"] and time.monotonic() < until:
+    Path("written").write_bytes(b"x" * (1 << 20))
+    time.sleep(0.05)
+while arguments[0] == ["steps"] and time.monotonic() < until:
+    pipe.send(("alive", None))
+    time.sleep(0.05)
+while arguments[0] == ["loops"]:
+    pass
+while arguments[0] == ["hangs"]:
+    time.sleep(0.05)
+for index in range(3):
+    pipe.send(("progress", index))
+pipe.send(("ok", "the run"))
+pipe.recv()
+"""
+
+
+@pytest.fixture
+def quiet_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineClient]:
+    """An engine's process whose parent takes silence for death after a second, not 15 minutes."""
+    (tmp_path / "quiet_child.py").write_text(CHILD_THAT_SAYS_LITTLE)
+    monkeypatch.setattr(engine_client, "CHILD_MODULE", "quiet_child")
+    monkeypatch.setattr(engine_client, "SILENCE_S", 1.0)
+    monkeypatch.setattr(engine_client, "LOOK_S", 0.5)
+    monkeypatch.chdir(tmp_path)
+    with EngineClient("x", tmp_path / "x.log", {"PYTHONPATH": str(tmp_path)}) as client:
+        assert not client.pipe.poll(0.1)
+        yield client
+
+
+@pytest.mark.parametrize("way", ["computes", "writes", "steps"])
+def test_an_engine_at_work_is_not_dead(way: Any, quiet_child: EngineClient) -> None:
+    assert quiet_child.run([way], 1) == "the run"
+    assert not quiet_child.busy
+
+
+def test_an_engine_that_hangs_is(quiet_child: EngineClient) -> None:
+    hangs: Any = ["hangs"]
+    with pytest.raises(EngineFailed, match=r"no sign of life for \d+ s: no step, and less than"):
+        quiet_child.run(hangs, 1)
+
+
+def test_an_endless_loop_is_not_waited_for_without_end(
+    quiet_child: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "STEP_S", 1.5)
+    loops: Any = ["loops"]
+    with pytest.raises(
+        EngineFailed, match=r"at work, but took no step for \d+ s, expected one in 2"
+    ):
+        quiet_child.run(loops, 1)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), BrokenPipeError()])
+def test_a_display_that_fails_is_no_failure_of_the_engine(
+    error: OSError, quiet_child: EngineClient
+) -> None:
+    """The process lives on, so waiting for its end would take for ever."""
+
+    def display(index: int) -> None:
+        raise error
+
+    # Where it is waited for after all, this ends it, and the wrong error comes.
+    deadline = Timer(5.0, quiet_child.process.kill)
+    deadline.start()
+    with pytest.raises(type(error)) as caught:
+        quiet_child.run([0], 1, display)
+    deadline.cancel()
+    assert caught.value is error
+    assert quiet_child.process.poll() is None
+
+
 def test_a_process_at_work_is_ended_by_sigterm(tmp_path: Path) -> None:
     client = EngineClient("x", tmp_path / "x.log")
     with pytest.raises(SpecExtError):
@@ -223,7 +306,7 @@ def test_settings_that_a_method_refuses_are_its_own_failure(
 ) -> None:
     with EngineClient("x", tmp_path / "x.log") as client:
 
-        def refuse(*arguments: object) -> None:
+        def refuse(*arguments: object, **options: object) -> None:
             raise SpecExtError("bad option")
 
         monkeypatch.setattr(client, "_ask", refuse)

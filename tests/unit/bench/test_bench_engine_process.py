@@ -10,7 +10,7 @@ from vllm_spec_ext.bench import engine_process
 from vllm_spec_ext.bench.engine_process import EngineServer
 from vllm_spec_ext.bench.measure import StepOutput
 from vllm_spec_ext.bench.prompts import Question
-from vllm_spec_ext.bench.records import EngineCounters
+from vllm_spec_ext.bench.records import EngineCounters, EngineFacts
 
 
 class Worker:
@@ -24,6 +24,7 @@ class Worker:
         self.times: tuple[float, ...] = (1.0, 2.0)
         self.now = 0.0
         self.calls: list[str] = []
+        self.facts: EngineFacts | None = None
 
     def forget(self) -> None:
         self.calls.append("forget")
@@ -75,6 +76,23 @@ def test_a_recording_loses_no_step_and_shows_that_it_goes_on(
     assert worker.calls[:2] == ["forget", "spec_ext_record"]
     assert worker.calls[-1] == "spec_ext_record"
     assert [kind for kind, _ in sent] == ["progress"] * 6
+
+
+def test_an_engine_that_takes_steps_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers of a batch may end together, long after they began."""
+    worker = Worker()
+    sent: list[Any] = []
+    monkeypatch.setattr(engine_process.time, "monotonic", lambda: worker.now)
+    server = serving(worker, SimpleNamespace(send=sent.append))
+    server.answers(range(6), 6)
+    kinds = [kind for kind, _ in sent]
+    assert kinds.count("alive") == 4  # in 42 s
+    assert kinds[0] == "progress"  # of the first answer, after seven steps
+    sent.clear()
+    monkeypatch.setattr(engine_process, "BEAT_S", 0.0)
+    worker.facts = EngineFacts("float32", True, "cpu", 1.0)
+    server.prepare(server.questions, 1, 1)
+    assert [kind for kind, _ in sent] == ["alive"] * (6 + 7)  # six prompts read, seven steps
 
 
 class Others:

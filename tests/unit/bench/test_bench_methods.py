@@ -166,3 +166,11 @@ def test_setting_files(tmp_path: Path) -> None:
     ]:
         with pytest.raises(SpecExtError, match=expected):
             settings.read_file(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.yaml"])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"seed": ' + "1" * 5000 + "}", "{1: 2}"])
+def test_settings_that_python_cannot_read(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SpecExtError):
+        settings.merge({"model": "m", **settings.read_file(tmp_path / name)}, {})

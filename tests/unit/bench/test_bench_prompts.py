@@ -43,15 +43,6 @@ def test_texts_turns_and_messages(tmp_path: Path) -> None:
     assert three.opening == tuple(messages)
 
 
-@pytest.mark.parametrize(
-    "value", ["a\ud83d", ["a", "b\ud83d"], [{"role": "user", "content": "\ud83d"}]]
-)
-def test_half_a_character_is_refused_with_its_line(tmp_path: Path, value: object) -> None:
-    source = _write(tmp_path, {"prompt": "a"}, {"prompt": value})
-    with pytest.raises(SpecExtError, match=r"jsonl, line 2: the 'prompt' holds half a character"):
-        _load(source)
-
-
 def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
     texts = ["one\u2028two", "three\u2029four", "five\x85six"]
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
@@ -111,12 +102,24 @@ def test_limit_spreads_over_the_file(tmp_path: Path) -> None:
         ({"prompt": ["a", 1]}, "line 2: 'prompt' is"),
         ({"prompt": "  "}, "line 2: 'prompt' is empty"),
         ({"prompt": "a", "category": 1}, "line 2: 'category' is 1"),
+        ({"prompt": "a \ud83d b"}, r"line 2: the 'prompt' holds half a .*, '\\ud83d' at 2; remove"),
+        ({"prompt": ["a", "\ude00"]}, "line 2: the 'prompt' holds half a character"),
+        ({"prompt": [{"role": "user", "content": "\ud83d"}]}, "line 2: the 'prompt' holds half"),
+        ({"prompt": [{"role": "\ud83d", "content": "a"}]}, "line 2: the 'prompt' holds half"),
+        ({"prompt": "a", "category": "\ud83d"}, "line 2: the 'category' holds half a character"),
+        ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "line 2: not JSON"),
+        ('{"prompt": ' + "[" * 100_000, "line 2: not JSON"),
     ],
 )
 def test_wrong_shapes_name_the_line(tmp_path: Path, row: object, expected: str) -> None:
     source = _write(tmp_path, {"prompt": "fine"}, row)
     with pytest.raises(SpecExtError, match=expected):
         _load(source)
+
+
+def test_both_halves_of_a_character_are_one(tmp_path: Path) -> None:
+    (question,) = _load(_write(tmp_path, r'{"prompt": "\ud83d\ude00"}'))
+    assert question.opening[0]["content"] == "\U0001f600"
 
 
 def test_missing_and_empty_files(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,59 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         saved.load(path)
     with pytest.raises(SpecExtError, match="cannot read"):
         saved.load(tmp_path / "none.json")
+
+
+def _without_plain(data: dict[str, Any]) -> None:
+    data["methods"] = {name: {"method": "ngram"} for name in data["methods"]}
+
+
+def _other_question(data: dict[str, Any]) -> None:
+    data["runs"][0]["result"]["questions"][0]["index"] = 99
+
+
+def _fewer_questions(data: dict[str, Any]) -> None:
+    data["runs"][0]["result"]["questions"].pop()
+
+
+def _other_method(data: dict[str, Any]) -> None:
+    data["runs"][1]["method"] = "unheard of"
+
+
+def _no_runs(data: dict[str, Any]) -> None:
+    data["runs"] = []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without_plain, "no method decodes plainly"),
+        (_other_question, r"a run of 'plain' answers questions \[99\], expected \[0\]"),
+        (_fewer_questions, r"a run of 'plain' answers questions \[\], expected \[0\]"),
+        (_other_method, "a run is of 'unheard of', expected one of the engines: plain, ngram"),
+        (_no_runs, "it holds no run, expected"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(
+    change: Callable[[dict[str, Any]], None],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = saved.to_json(_result(), FACTS)
+    change(data)
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    assert _status("report", str(path)) == 2
+    said = capsys.readouterr().err
+    assert re.search(f"one.json is damaged: {message}", said), said
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000])
+def test_json_that_python_cannot_read(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(text)
+    with pytest.raises(SpecExtError, match="cannot read"):
+        saved.load(path)
 
 
 def test_unlike_results_are_not_compared(tmp_path: Path) -> None:

@@ -164,11 +164,18 @@ def test_each_run_has_prompts_of_its_own_and_a_seed_brings_them_back(
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(KeyboardInterrupt(), 130), (SpecExtError("'b' is gone"), 1)]
+    ("error", "status", "without"),
+    [
+        (KeyboardInterrupt(), 130, 130),
+        (SpecExtError("'b' is gone"), 1, 2),
+        (OSError(28, "No space left on device"), 1, 1),
+        (SystemExit(1), 1, 1),  # of rich, where nobody reads its words any more
+    ],
 )
 def test_what_was_measured_before_an_end_is_reported(
     error: BaseException,
     status: int,
+    without: int,
     sent: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -197,7 +204,7 @@ def test_what_was_measured_before_an_end_is_reported(
     monkeypatch.setattr(served, "_drive", lambda *_: exec("raise error", {"error": error}))
     with pytest.raises(SystemExit) as stop:
         main(words)
-    assert stop.value.code == (130 if status == 130 else 2)
+    assert stop.value.code == without
 
 
 @pytest.mark.parametrize(

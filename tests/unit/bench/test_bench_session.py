@@ -24,7 +24,7 @@ from vllm_spec_ext.bench.records import (
     QuestionRecord,
     TurnRecord,
 )
-from vllm_spec_ext.bench.session import BenchResult
+from vllm_spec_ext.bench.session import BenchResult, log_name
 from vllm_spec_ext.bench.settings import BenchSettings
 from vllm_spec_ext.errors import SpecExtError
 
@@ -150,14 +150,14 @@ def _play_all(
     return result
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SpecExtError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SpecExtError, OSError, SystemExit])
 def test_an_interrupted_run_keeps_the_passes_that_are_complete(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if a later turn is found to be too long, behind answers that were longer."""
+    """Also if a later turn is too long, or the display fails (a full disk, `2>&1 | head`)."""
     result = _play_all(monkeypatch, -1, stops_at_pass=1, error=error)
     assert result.interrupted
-    assert isinstance(result.stopped_by, SpecExtError) == (error is SpecExtError)
+    assert type(result.stopped_by) is (type(None) if error is KeyboardInterrupt else error)
     assert [(run.method, run.repeat) for run in result.runs] == [("plain", 0), ("lossy", 0)]
     assert result.drifts == []
     assert "INTERRUPTED: 1 of 2 passes are complete and in these tables" in report.verdict_lines(
@@ -228,3 +228,11 @@ def test_engines_start_in_turn_or_together_and_know_how_many_share_the_memory(
         assert list(clients) == list(result.facts) == ["plain", "c"]
     assert sorted(Starting.told) == [("b", 3), ("c", 3), ("plain", 3)]
     assert list(result.failures) == ["b"]
+
+
+def test_every_engine_has_a_log_of_its_own() -> None:
+    names = ["a/b", "a_b", "a b", "a" * 300, "a" * 301, "plain", "../plain"]
+    files = [log_name(name) for name in names]
+    assert len(set(files)) == len(names)
+    assert "plain.log" in files
+    assert all(len(file.encode()) < 256 and Path(file).name == file for file in files)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmark's engine does with the answers of vLLM's reset calls."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,3 +94,30 @@ def test_times_of_vllms_drafters_come_from_its_worker() -> None:
     assert _engine("ngram", FakeLLM(answers)).propose_us() == (1.0, 2.0)
     assert _engine("ngram", FakeLLM({"spec_bench_propose_us": None})).propose_us() is None
     assert _engine("plain", FakeLLM({})).propose_us() is None
+
+
+class ScoringLLM:
+    """Gives token ``i`` of a text the log-probability ``-i``; refuses as vLLM does."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+
+    def generate(self, prompt: Any, params: Any, use_tqdm: bool) -> list[Any]:
+        ids = prompt["prompt_token_ids"]
+        if len(ids) + params.max_tokens > self.max_model_len:
+            raise ValueError("requested output tokens (at least 1) is longer than the maximum")
+        rows = [{token: SimpleNamespace(logprob=-float(i))} for i, token in enumerate(ids)]
+        new = SimpleNamespace(token_ids=[9], logprobs=None)
+        if params.allowed_token_ids:
+            new.token_ids = params.allowed_token_ids
+        if params.logprobs is not None:
+            new.logprobs = [{new.token_ids[0]: SimpleNamespace(logprob=-float(len(ids)))}]
+        return [SimpleNamespace(prompt_logprobs=[None, *rows[1:]], outputs=[new])]
+
+
+@pytest.mark.parametrize("max_model_len", [7, 8, 100])
+def test_an_answer_that_fills_the_model_is_scored_to_its_end(max_model_len: int) -> None:
+    pytest.importorskip("vllm")
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine.llm, engine.max_model_len = ScoringLLM(max_model_len), max_model_len
+    assert engine.log_prob([5, 6, 7, 8], [1, 2, 3]) == -(4 + 5 + 6)

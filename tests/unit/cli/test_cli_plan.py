@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from vllm_spec_ext.bench import engine_client
 from vllm_spec_ext.bench.draft_plan import DraftModelFacts
 from vllm_spec_ext.bench.engine_client import EngineFailed
 from vllm_spec_ext.bench.methods import Method
@@ -256,3 +257,17 @@ def test_a_draft_that_cannot_be_measured(tmp_path: Path) -> None:
     with pytest.raises(SpecExtError, match="cannot load the tokenizer") as error:
         plan_drafts.measure_acceptance(str(tmp_path), answers, "float32", tmp_path / "out.json")
     assert not isinstance(error.value, EngineFailed)
+
+
+@pytest.mark.parametrize("label", ["a/b", "../a", "a" * 300, "größer: 2"])
+def test_a_label_may_hold_what_a_file_name_may_not(
+    label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "CHILD_MODULE", "this")  # ends at once
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    method = Method(label, {"method": "input_copy"})
+    settings = BenchSettings(model=str(tmp_path), batch_size=[1])
+    with pytest.raises(EngineFailed):
+        plan_module.record_method(method, settings, [], folder)
+    assert [path.parent for path in tmp_path.rglob("*.log")] == [folder]

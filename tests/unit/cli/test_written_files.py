@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results are written whole or not at all, and where the path leads."""
+
+import contextlib
+import errno
+import json
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_bench_cluster import PLANNED
+from test_bench_report import _result
+from test_bench_served import result as served_result
+
+from vllm_spec_ext.bench import provenance
+from vllm_spec_ext.bench.planner import RecordedStep, Recording, StepTimes
+from vllm_spec_ext.bench.saved import to_json
+from vllm_spec_ext.bench.served import Load, Pass
+from vllm_spec_ext.cli import bench, plan, plan_drafts
+from vllm_spec_ext.cli.main import main
+from vllm_spec_ext.cli.written_files import write_result
+
+FORMER = "the former result"
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can grow beyond 64 bytes: the rest of a write fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def make_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the commands below read, and stand-ins for their engines."""
+    facts = provenance.collect(["vllm-spec", "bench"])
+    Path("run.json").write_text(json.dumps(to_json(_result(), facts)))
+    Path("planned.json").write_text(json.dumps(PLANNED))
+    again = [1, 2, 3, 4, 5] * 3
+    Path("r.jsonl").write_text(json.dumps({"prompt_token_ids": again, "output_token_ids": again}))
+    monkeypatch.setattr(bench, "run", lambda *_: _result())
+    one = Pass("a", Load(1, 0.0), 0, served_result(10.0, "text"))
+    monkeypatch.setattr(bench.served, "run_passes", lambda *_: iter([one]))
+    times = StepTimes({1: {0: 0.1, 8: 0.12}, 8: {0: 0.1, 8: 1.0}})
+    full = Recording((tuple(RecordedStep(i, 8, 6 * (i % 2)) for i in range(4)),), 5e-5)
+    recorded = lambda method, *_: plan.Recorded(method, {1: full, 8: full}, 99.6)  # noqa: E731
+    monkeypatch.setattr(plan, "record_method", recorded)
+    monkeypatch.setattr(plan, "measure_times", lambda *_: {"chain": times})
+    drafted: Any = plan_drafts.DraftPlan([], times, 1, 1, ())
+    monkeypatch.setattr(plan, "measure_drafts", lambda *_, **__: drafted)
+
+
+WRITERS = [
+    "bench --model m --json out.json",
+    "bench --model m --markdown out.json",
+    "bench --model m --serve a=http://a:1 --json out.json",
+    "bench --model m --serve a=http://a:1 --markdown out.json",
+    "report run.json --out out.json",
+    "report run.json --markdown out.json",
+    "report run.json --summary out.json",
+    "simulate r.jsonl --method input_copy --json out.json",
+    "simulate r.jsonl --method input_copy --plot out.svg",
+    "plan --model m --json out.json",
+    "plan --model m --plot out.svg",
+    "plan --model m --drafts a --json out.json",
+    "plan cluster planned.json --requests 20 --json out.json",
+    "plan cluster planned.json --requests 20 --plot out.svg",
+    "plan paper --gpu h100 --json out.json",
+]
+
+
+@pytest.mark.parametrize("line", WRITERS)
+def test_a_full_disk_leaves_the_former_result(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    make_inputs(monkeypatch)
+    out = Path(line.rsplit(maxsplit=1)[-1])
+    with pytest.raises(SystemExit) as stop:
+        main(line.split())
+    assert stop.value.code == 0
+    assert len(out.read_text()) > 64
+    out.write_text(FORMER)
+    with full_disk(), pytest.raises(SystemExit) as stop:
+        main(line.split())
+    assert stop.value.code == 2
+    assert f"cannot write {str(out)!r}" in capsys.readouterr().err
+    assert out.read_text() == FORMER
+    assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob(".*.partial"))
+
+
+def test_links_and_modes_stay(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    file, link = tmp_path / "data" / "out.json", tmp_path / "out.json"
+    link.symlink_to(file)
+    write_result(link, "new")
+    assert link.is_symlink()
+    assert file.read_text() == "new"
+    file.chmod(0o640)
+    write_result(link, "newer")
+    assert file.read_text() == "newer"
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
+    """/dev/stdout, say, or a pipe: nothing may take its place."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_result(pipe, "text")
+        assert os.read(reader, 100) == b"text"
+        assert pipe.is_fifo()
+        write_result(Path(f"/dev/fd/{os.open(pipe, os.O_WRONLY)}"), "more")
+        assert os.read(reader, 100) == b"more"
+    finally:
+        os.close(reader)
+
+
+def test_a_file_that_may_be_written_but_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is mounted by itself into a container, say."""
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(os, "replace", busy)
+    file = tmp_path / "out.json"
+    file.write_text(FORMER)
+    write_result(file, "new")
+    assert file.read_text() == "new"
+    assert os.listdir(tmp_path) == ["out.json"]
