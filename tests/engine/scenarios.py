@@ -86,6 +86,9 @@ SCENARIOS = {
     ),
 }
 
+SEVERAL = ("mixed_lengths", "prefix_reused", "penalties", "seeded", "max_model_len")
+"""Of these, for variants of a method that has run all of them in another one."""
+
 # Prompts of up to eleven pages beside short ones; some begin alike.
 LONG_PROMPTS: Any = [
     {"prompt_token_ids": prompt}

@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from sampling_distributions import DIFFERENT, SAME, samples_of
 from save_dflash import ALL_EXTRAS, random_drafter, save_dflash
 from save_drafts import save_draft
-from scenarios import PROMPTS, SCENARIOS, Scenario
+from scenarios import PROMPTS, SCENARIOS, SEVERAL, Scenario
 from test_bad_input import start
 from test_greedy_identity import runner_of
 
@@ -120,8 +120,15 @@ def greatest_difference(dense: DenseDrafter, records: list[Record], step: int = 
     return worst
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("name", METHODS)
+# All by a chain and by the tree that has everything.
+CASES = [
+    (name, scenario)
+    for name in METHODS
+    for scenario in (SCENARIOS if name in ("chain", "all_tree") else SEVERAL)
+]
+
+
+@pytest.mark.parametrize(("name", "scenario"), CASES)
 def test_same_tokens(name: str, scenario: str, engines: Any, expected: dict[str, Any]) -> None:
     assert tokens(run(engines(name), SCENARIOS[scenario])) == expected[scenario]
 

@@ -36,7 +36,6 @@ BOTH: dict[str, Any] = {"method": "auto", "num_speculative_tokens": 8, "drafter"
 LATE = {
     "input_copy": COPY,
     "adaptive_ngram": NGRAM,
-    "auto": AUTO,
     "blockwise": HEADS,
     "auto_and_heads": BOTH,
 }
@@ -143,6 +142,17 @@ def test_same_tokens(name: str, plain: Any, copies: Any) -> None:
 
 def test_sampling_grammars_and_penalties_together(plain: Any, engine: Any) -> None:
     assert tokens(run(engine, TOGETHER)) == tokens(run(plain, TOGETHER))
+
+
+def test_auto_without_heads_is_copies(
+    plain: Any, expected: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(speculative_config=AUTO, async_scheduling=True)
+    assert runner_of(engine).late_steps is not None
+    assert tokens(run(engine, TOGETHER)) == tokens(run(plain, TOGETHER))
+    steps = count_steps(fresh(engine), monkeypatch)
+    assert tokens(run(engine, REPEATED)) == expected
+    assert len(steps) < 0.75 * sum(len(answer[0]) for answer in expected)
 
 
 def read_last_step(engine: Any) -> None:
