@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_spec_ext.atomic import PARTIAL, not_readable
 from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import check_fingerprint
@@ -27,8 +28,6 @@ FILE_VERSION = "1"
 KIND = "adaptive_ngram.overlay"
 
 _FIX = "Delete the file or choose another overlay_file."
-_FIX_ACCESS = "Mend its permissions or its disk, or choose another overlay_file."
-_PARTIAL = ".partial"  # as training/atomic.py has it
 
 
 class OverlayArrays(NamedTuple):
@@ -264,7 +263,7 @@ def write_overlay(
         },
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -298,7 +297,7 @@ def check_overlay(path: Path, fingerprint: str, vocab_size: int, num_buckets: in
             names = list(file.keys())
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except OSError as error:  # it may be whole
-        raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX_ACCESS}") from error
+        raise SpecExtError(f"overlay_file {path} {not_readable(error)}") from error
     except SafetensorError as error:
         raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX}") from error
     found = (metadata.get("kind"), metadata.get("version"), metadata.get("vocab_size"))
@@ -328,7 +327,7 @@ def load_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: in
     try:
         tensors = load_file(path)
     except OSError as error:  # it may be whole
-        raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX_ACCESS}") from error
+        raise SpecExtError(f"overlay_file {path} {not_readable(error)}") from error
     except SafetensorError as error:
         raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX}") from error
     targets = {name: getattr(arrays, name)[0] for name in ("keys", "stamps", "tokens", "weights")}

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_spec_ext.atomic import remove_partials
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     FILE_VERSION,
@@ -26,7 +27,6 @@ from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     save_overlay,
 )
 from vllm_spec_ext.proposers.records import EngineHandle
-from vllm_spec_ext.training.atomic import remove_partials
 
 REPLICA = "{replica}"
 MERGED = "merged"

@@ -16,12 +16,12 @@ from gpu_bench.measuring import conditions_of, measure_missing, measure_part
 from gpu_bench.parts_folder import PartsFolder
 from gpu_bench.plan import PARTS, Part, chosen, parts_of_heads
 from gpu_check.machine import find_gpu, require_cuda_build
+from vllm_spec_ext.atomic import write_bytes, write_json
 from vllm_spec_ext.bench import provenance, report, saved
 from vllm_spec_ext.bench.session import BenchResult
 from vllm_spec_ext.bench.settings import BenchSettings, parse_batch_sizes
 from vllm_spec_ext.cli.demo_drafters import demo_heads
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import write_bytes, write_json
 
 
 def parser() -> argparse.ArgumentParser:

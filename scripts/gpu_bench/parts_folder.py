@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from vllm_spec_ext.atomic import read_json, write_json
 from vllm_spec_ext.bench.records import EngineFacts, Run
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import read_json, write_json
 
 FORMAT = "gpu-bench part 1"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from gpu_check.catalogue import CheckFunction, named
 from gpu_check.site import CheckFailed, Site
+from vllm_spec_ext.atomic import write_json
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import write_json
 
 
 def site_on_gpu(model: Path, small_model: str | None) -> Site:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_spec_ext.training.atomic import write_json
+from vllm_spec_ext.atomic import write_json
 
 FORMAT = "gpu-check 1"
 Outcome = Literal["passed", "failed", "not run"]

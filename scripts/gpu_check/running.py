@@ -14,9 +14,9 @@ from pathlib import Path
 
 from gpu_check.catalogue import Check
 from gpu_check.report import CheckResult, Report
+from vllm_spec_ext.atomic import read_json
 from vllm_spec_ext.bench.engine_client import root_cause, with_cause
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOLE_LIMIT_S = 600.0

@@ -140,9 +140,8 @@ def serving(
         port = probe.getsockname()[1]
     variables = {**vllm_metadata.environment(), **environment()}
     variables["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = ONEDNN_SHAPES
-    if (
-        ranks == replicas == 1
-    ):  # the scheduler's process is the worker's, too: an import and a start less
+    if ranks == replicas == 1:
+        # The scheduler's process is the worker's, too: an import and a start less.
         variables.update(ONE_PROCESS)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *ARGUMENTS]

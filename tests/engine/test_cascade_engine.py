@@ -11,7 +11,7 @@ from generation import count_preempted, run, run_with_aborts, sampling_params, t
 from homogeneity import same_distribution_p_value
 from sampling_distributions import DIFFERENT, SAME, samples_of
 from save_drafts import save_draft
-from scenarios import PROMPTS, SCENARIOS, SEVERAL, Scenario
+from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_greedy_identity import runner_of
 from test_models_oracle import FREE
 from test_token_tree_engine import save_noisy
@@ -142,7 +142,7 @@ CASES = [
     (scenario, name)
     for scenario in SCENARIOS
     for name in METHODS
-    if name == "cs_drafting" or (scenario in SEVERAL and scenario not in FREE)
+    if name == "cs_drafting" or scenario in ("penalties", "seeded", "json_schema")
 ]
 
 

@@ -15,6 +15,7 @@ from generation import (
     tokens,
 )
 from scenarios import LONG, LONG_SIZES, PROMPTS, SCENARIOS, Scenario
+from worker_counts import kept_counts
 
 from vllm_spec_ext.engine.drafting import drafter
 from vllm_spec_ext.engine.row_padding import Layer, RowPadding
@@ -173,15 +174,21 @@ def test_abort_in_mid_generation(answers: Answers, speculative: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle_tree"])
-def test_every_layer_sees_a_window(name: str, make_engine: Any) -> None:
-    """Trees are verified there, too; blocks that the window has left are given back."""
+def test_every_layer_sees_a_window(
+    name: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees are verified there, too, beside blocks that the window has left."""
     window = {"sliding_window": 48, "layer_types": ["sliding_attention"] * 3}
     sizes = {**LONG_SIZES, "hf_overrides": window}
     expected = tokens(run(make_engine(**sizes), LONG))
     engine = make_engine(speculative_config=METHODS[name], **sizes)
     assert engine.llm_engine.model_config.get_sliding_window() == 48
+    counted = kept_counts(runner_of(engine), monkeypatch)
     for _ in range(2):  # then from the prefix cache
         assert tokens(run(engine, LONG, [out[0] for out in expected])) == expected
+    found = counted()["counts"]
+    assert found["accepted_nodes"] > 100
+    assert (found.get("branching_drafts", 0) > 50) == (name == "oracle_tree")
 
 
 @pytest.mark.parametrize("name", ["oracle", "oracle_tree"])

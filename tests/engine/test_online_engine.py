@@ -234,7 +234,7 @@ def test_a_full_disk_costs_samples_and_nothing_else(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("vllm_spec_ext.training.atomic.os.replace", full)
+    monkeypatch.setattr("vllm_spec_ext.atomic.os.replace", full)
     writer = served.session._writer
     assert tokens(run(served.engine, SCENARIOS["mixed_lengths"])) == expected
     writer.close()
@@ -294,7 +294,13 @@ def test_a_relative_folder_is_refused_where_rays_workers_run() -> None:
 
 def test_what_runs_on_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its replicas and workers choose other executors than Ray's, too."""
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    ids = SimpleNamespace(get_actor_id=lambda: None, get_task_id=lambda: "a task")
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: ids)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert is_on_ray("mp")
+    ids.get_task_id = lambda: None  # a driver
+    assert not is_on_ray("mp")
+    ids.get_actor_id = lambda: "an actor"
     assert is_on_ray("mp")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
     assert not is_on_ray("mp")

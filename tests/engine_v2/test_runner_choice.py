@@ -184,6 +184,9 @@ def test_on_a_gpu_what_need_not_wait_does_not(
     table = {**asked, "num-speculative-tokens-per-batch-size": [[1, 4, 11], [5, 9, 3]]}
     made = config_of(tiny_model, speculative_config=table)
     assert widths_of(made, 9)[1:] == [11] * 4 + [3] * 5
+    del table["num-speculative-tokens"]
+    made = config_of(tiny_model, speculative_config=table, async_scheduling=True)
+    assert widths_of(made, 9)[1:] == [min(default, 11)] * 4 + [min(default, 3)] * 5
     made = config_of(tiny_model, speculative_config=asked, async_scheduling=not late)
     assert made.scheduler_config.async_scheduling != late
     assert made.speculative_config.num_speculative_tokens == 11

@@ -146,7 +146,8 @@ def _figure(row: Mapping[str, Any], name: str, least: float) -> float:
     value = float(row[name])
     if not least <= value < math.inf:
         raise SpecExtError(
-            f"{name} of {row['method']!r}: found {row[name]}, expected {least} or more"
+            f"{name} of {row['method']!r}: found {row[name]}, expected a finite number of at least "
+            f"{least}"
         )
     return value
 

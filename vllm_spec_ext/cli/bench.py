@@ -320,7 +320,9 @@ class ProgressEvents(Events):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        # What was measured is worth more than how the bars go; rich leaves a closed pipe so.
+        with contextlib.suppress(OSError, SystemExit):
+            self.close()
 
     def close(self) -> None:
         """Take the bars away."""

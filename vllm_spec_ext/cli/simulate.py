@@ -229,6 +229,7 @@ def start(
         model=tokenizer_name or "MODEL",
         load_tokenizer=lambda: tokenizer,
         may_write_files=False,
+        may_write_own_files=False,
     )
     widths = {len(tokens) for r in recordings for tokens, _ in r.foreseen.values()}
     needed = instance.needs.next_tokens

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vllm_spec_ext.atomic import DiskFullError, atomic_file
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import DiskFullError, atomic_file
 
 
 def check_writable(*paths: Path | None) -> None:
@@ -59,6 +59,9 @@ def write_result(path: Path, data: str | bytes) -> None:
 
 def _replaceable(path: Path) -> bool:
     if path.exists() and not path.is_file():
+        return False
+    # `/dev/stdout` is a link to the file that the output goes to, which has more in it.
+    if path.absolute().is_relative_to("/dev") or path.absolute().is_relative_to("/proc"):
         return False
     return os.access(path.resolve().parent, os.W_OK)
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_spec_ext.atomic import not_readable, write_json
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import OnlineOptions
-from vllm_spec_ext.training.atomic import not_readable, write_json
 
 
 class _Record(BaseModel):

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_spec_ext.atomic import disk_full_named
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.divergences import divergence, outcomes, overlap
 from vllm_spec_ext.online.folder import FolderFacts
@@ -27,7 +28,6 @@ from vllm_spec_ext.online.teacher import as_drawn
 from vllm_spec_ext.online.text_states import TextStates
 from vllm_spec_ext.online.trace import Trace
 from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, makes_context
-from vllm_spec_ext.training.atomic import disk_full_named
 from vllm_spec_ext.training.batches import IGNORED
 from vllm_spec_ext.training.draft_vocab import DraftProjection
 from vllm_spec_ext.training.nar.blocks import Blocks

@@ -10,10 +10,10 @@ import threading
 import time
 from pathlib import Path
 
+from vllm_spec_ext.atomic import write_bytes
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.trace import Trace, pack, unpack
 from vllm_spec_ext.options import OnlineOptions
-from vllm_spec_ext.training.atomic import write_bytes
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -35,7 +35,7 @@ def number_of(shard: Path) -> int:
 
 
 def write_shard(folder: Path, number: int, traces: list[Trace]) -> Path:
-    """Write traces at once; raises as :func:`~..training.atomic.atomic_file`."""
+    """Write traces at once; raises as :func:`~..atomic.atomic_file`."""
     from safetensors.torch import save
 
     data = save({name: value.contiguous() for name, value in pack(traces).items()})

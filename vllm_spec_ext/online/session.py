@@ -8,6 +8,7 @@ decides, the others serve what it serves, and another server takes over once it 
 
 import contextlib
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_spec_ext.atomic import DiskFullError, remove_partials
+from vllm_spec_ext.environment import READ_ONLY, is_set
 from vllm_spec_ext.errors import RanksApartError, SpecExtError
 from vllm_spec_ext.online.folder import (
     FACTS,
@@ -47,7 +50,6 @@ from vllm_spec_ext.online.versions import (
 )
 from vllm_spec_ext.options import OnlineOptions
 from vllm_spec_ext.proposers.base import Draft, Learns, StepContext, StepOutcome
-from vllm_spec_ext.training.atomic import DiskFullError, remove_partials
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -151,8 +153,8 @@ class OnlineSession:
             learner: Has the weights of the start.
             is_first: Of the replicas of a server this one records and decides, unless another
                 server does.
-            fresh: Begin with the weights of the start, whatever was learned before. One that
-                follows another server keeps them.
+            fresh: Begin with the weights of the start, whatever was learned before. A replica takes
+                up what is learned from then on; a process that writes no files keeps them.
 
         Raises:
             SpecExtError: The folder is another drafter's, or cannot be written.
@@ -160,6 +162,11 @@ class OnlineSession:
         self._options, self._origin, self._learner = options, origin, learner
         self._is_fresh = fresh
         self._root = folder_path(options)
+        # Versions up to this one are not taken up from the replica or server that decides.
+        self._left_out: float = 0
+        if fresh:
+            newest = max(version_numbers(self._root), default=0)
+            self._left_out = math.inf if is_set(READ_ONLY) else newest
         self._lead = FolderLock(self._root / _LOCK) if is_first else None
         self.tap: Tap | None = None
         self._writer: SampleWriter | None = None
@@ -521,7 +528,7 @@ class OnlineSession:
             try:
                 if self._is_first:
                     self._look()
-                elif self._offered is None and not self._is_fresh:
+                elif self._offered is None:
                     self._follow()
                 if time.monotonic() - told < _TELL_S:
                     continue
@@ -586,6 +593,8 @@ class OnlineSession:
         """Serve what the first replica serves."""
         wanted = (read_record(self._root, EngineState) or EngineState()).serving
         if wanted == self._state.serving or self._ready is not None:
+            return
+        if 0 < wanted <= self._left_out:
             return
         if wanted == self._unreadable and time.monotonic() < self._read_again_at:
             return

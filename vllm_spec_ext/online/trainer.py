@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_spec_ext.atomic import DiskFullError, not_readable, remove_partials, write_bytes
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.cpu_budget import CpuBudget
 from vllm_spec_ext.online.folder import (
@@ -45,7 +46,6 @@ from vllm_spec_ext.online.versions import (
     version_numbers,
     write_version,
 )
-from vllm_spec_ext.training.atomic import DiskFullError, not_readable, remove_partials, write_bytes
 from vllm_spec_ext.training.target import pick_device
 
 logger = logging.getLogger("vllm.spec_ext")

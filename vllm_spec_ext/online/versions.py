@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_spec_ext.atomic import disk_full_named, write_bytes, write_json
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import disk_full_named, write_bytes, write_json
 
 VERSIONS = "versions"
 _FACTS = "version.json"

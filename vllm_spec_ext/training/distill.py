@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from vllm_spec_ext.atomic import disk_full_named
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
 from vllm_spec_ext.proposers import registry
-from vllm_spec_ext.training.atomic import disk_full_named
 from vllm_spec_ext.training.prompts import read_prompts
 from vllm_spec_ext.training.provenance import record_command
 from vllm_spec_ext.training.record_states import METHOD, collect, forget_states

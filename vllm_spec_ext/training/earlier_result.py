@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_spec_ext.atomic import PARTIAL, not_readable, read_json
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import PARTIAL, read_json
+
+CARD_NAME = "README.md"
+"""Of the model card beside a result."""
 
 _MOST_NAMES = 5  # in a message
 
@@ -52,5 +55,7 @@ def _is_own(path: Path, is_own: Callable[[dict[str, Any]], bool] | None) -> bool
         return path.is_file()
     try:
         return is_own(read_json(path))
+    except OSError as error:
+        raise SpecExtError(f"{path} {not_readable(error)}") from error
     except SpecExtError:  # not JSON: another's
         return False

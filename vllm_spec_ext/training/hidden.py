@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_spec_ext.atomic import not_readable, write_bytes
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import not_readable, write_bytes
 from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
 from vllm_spec_ext.training.schema import Training
 from vllm_spec_ext.training.shards import TokenData, open_manifest, states_path

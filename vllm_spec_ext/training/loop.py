@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from vllm_spec_ext.atomic import DiskFullError, not_readable, write_bytes
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import DiskFullError, not_readable, write_bytes
 
 STATE_NAME = "state.pt"
 LOG_NAME = "log.jsonl"

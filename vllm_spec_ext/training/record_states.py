@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
+from vllm_spec_ext.atomic import disk_full_named
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.base import (
@@ -21,7 +22,6 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     proposer,
 )
-from vllm_spec_ext.training.atomic import disk_full_named
 
 METHOD = "record_states"
 

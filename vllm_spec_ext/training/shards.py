@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_spec_ext.atomic import read_json, write_bytes, write_json
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import read_json, write_bytes, write_json
 
 MANIFEST_NAME = "manifest.json"
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_spec_ext.atomic import read_json
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
-from vllm_spec_ext.training.atomic import read_json
 from vllm_spec_ext.training.batches import used_lengths
 from vllm_spec_ext.training.distill import (
     RECORDING,

@@ -22,6 +22,7 @@ from vllm_spec_ext.bench.served import Load, Pass
 from vllm_spec_ext.cli import bench, plan, plan_drafts
 from vllm_spec_ext.cli.main import main
 from vllm_spec_ext.cli.written_files import write_result
+from vllm_spec_ext.errors import SpecExtError
 
 FORMER = "the former result"
 
@@ -118,10 +119,28 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
         write_result(pipe, "text")
         assert os.read(reader, 100) == b"text"
         assert pipe.is_fifo()
-        write_result(Path(f"/dev/fd/{os.open(pipe, os.O_WRONLY)}"), "more")
+        with pipe.open("wb") as writer:
+            write_result(Path(f"/dev/fd/{writer.fileno()}"), "more")
         assert os.read(reader, 100) == b"more"
     finally:
         os.close(reader)
+    file = tmp_path / "file"
+    with file.open("wb") as writer:  # as /dev/stdout, where the output goes to a file
+        write_result(Path(f"/dev/fd/{writer.fileno()}"), "text")
+        assert os.fstat(writer.fileno()).st_ino == file.stat().st_ino
+
+
+def test_a_full_disk_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "out.json"
+    file.write_text(FORMER)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SpecExtError, match=r"cannot write .*: No space left on device; free"):
+        write_result(file, "new")
+    assert file.read_text() == FORMER
 
 
 def test_a_file_that_may_be_written_but_not_replaced(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_spec_ext.atomic import DiskFullError
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.cpu_budget import CpuBudget
 from vllm_spec_ext.online.divergences import Loss, divergence, outcomes, overlap
@@ -35,7 +36,6 @@ from vllm_spec_ext.online.versions import (
     write_version,
 )
 from vllm_spec_ext.options import OnlineOptions
-from vllm_spec_ext.training.atomic import DiskFullError
 
 
 def brute_force(kind: str, p: np.ndarray[Any, Any], q: np.ndarray[Any, Any]) -> float:

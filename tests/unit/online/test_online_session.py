@@ -16,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from vllm_spec_ext.environment import READ_ONLY
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online import folder_lock
 from vllm_spec_ext.online import session as session_module
@@ -570,10 +571,29 @@ def test_a_turn_ends_when_learning_is_frozen_and_when_it_goes_on(
     assert roles == {"serving", "trial"}
 
 
-def test_a_replica_that_was_reset_keeps_the_weights_of_the_start(
+def test_a_replica_that_was_reset_takes_up_what_is_learned_from_then_on(
     start: Start, tmp_path: Path
 ) -> None:
-    """A benchmark resets its engine between passes; what was learned says itself anew at once."""
+    root = tmp_path / "online"
+    start(is_first=True)[0].close()
+    publish(root, 1, b"one")
+    write_record(root, EngineState(serving=1))  # the first replica is reset a moment later
+    follower, learner = start(is_first=False, fresh=True)
+    time.sleep(0.6)  # two looks
+    follower.begin_step()
+    assert (follower.state.serving, learner.used) == (0, [b"own"])
+    publish(root, 2, b"two")
+    write_record(root, EngineState(serving=2))
+    until(lambda: follower._ready is not None)
+    follower.begin_step()
+    assert (follower.state.serving, learner.used) == (2, [b"own", b"two"])
+
+
+def test_a_benchmarks_engine_that_was_reset_keeps_the_weights_of_the_start(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is reset between passes; what was learned says itself anew at once."""
+    monkeypatch.setenv(READ_ONLY, "1")
     root = tmp_path / "online"
     start(is_first=True)[0].close()
     publish(root, 1, b"one")

@@ -316,7 +316,7 @@ def test_a_full_disk_costs_a_version(folder: Path, monkeypatch: pytest.MonkeyPat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_spec_ext.training.atomic.os.replace", full)
+        patch.setattr("vllm_spec_ext.atomic.os.replace", full)
         for _ in range(25):
             assert trainer.advance() == ""
     assert version_numbers(folder) == [0]

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from toy_language import VOCAB, save_random_llama, save_word_tokenizer, write_texts
 
+from vllm_spec_ext.atomic import DiskFullError
 from vllm_spec_ext.cli.train import train_app
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.blockwise.heads import load_heads
 from vllm_spec_ext.training import distill, loop
-from vllm_spec_ext.training.atomic import DiskFullError
 from vllm_spec_ext.training.batches import split_data
 from vllm_spec_ext.training.blockwise import checkpoint, trainer
 from vllm_spec_ext.training.blockwise.heads_task import HeadsTask, heads_config

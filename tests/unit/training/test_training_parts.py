@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from vllm_spec_ext.atomic import DiskFullError, replace_folder, write_bytes
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
-from vllm_spec_ext.training.atomic import DiskFullError, replace_folder, write_bytes
 from vllm_spec_ext.training.batches import IGNORED, BatchPlan, Split, make_batch, split_data
 from vllm_spec_ext.training.blockwise.schema import BlockwiseTraining
 from vllm_spec_ext.training.chunked_loss import backward_cross_entropy

@@ -25,7 +25,12 @@ def is_on_ray(backend: object) -> bool:
             others, too (2.60 on CPUs, or with one device).
     """
     ray = sys.modules.get("ray")
-    return backend == "ray" or (ray is not None and bool(ray.is_initialized()))
+    if backend == "ray":
+        return True
+    if ray is None or not ray.is_initialized():
+        return False
+    process = ray.get_runtime_context()  # a driver is neither, and has a directory of its own
+    return process.get_actor_id() is not None or process.get_task_id() is not None
 
 
 def check_online(

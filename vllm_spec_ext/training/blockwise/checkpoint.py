@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_spec_ext.atomic import new_files, write_bytes, write_json
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise.heads import (
     CONFIG_NAME,
@@ -12,11 +13,9 @@ from vllm_spec_ext.proposers.blockwise.heads import (
     BlockwiseHeads,
     HeadsConfig,
 )
-from vllm_spec_ext.training.atomic import new_files, write_bytes, write_json
 from vllm_spec_ext.training.blockwise.evaluate import TOP, HeadFigures
-from vllm_spec_ext.training.earlier_result import check_earlier_result
+from vllm_spec_ext.training.earlier_result import CARD_NAME, check_earlier_result
 
-CARD_NAME = "README.md"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

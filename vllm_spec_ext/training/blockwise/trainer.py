@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from vllm_spec_ext.atomic import disk_full_named, replace_folder, write_json
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise.heads import CONFIG_NAME, load_heads
-from vllm_spec_ext.training.atomic import disk_full_named, replace_folder, write_json
 from vllm_spec_ext.training.blockwise.checkpoint import check_replaceable, save_heads
 from vllm_spec_ext.training.blockwise.evaluate import HeadFigures
 from vllm_spec_ext.training.blockwise.heads_task import HeadsTask

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import (
+from vllm_spec_ext.atomic import (
     disk_full_named,
     replace_folder,
     write_bytes,
     write_json,
 )
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.training.draft.cut_tokenizer import cut_tokenizer
 from vllm_spec_ext.training.draft.evaluate import DraftFigures
-from vllm_spec_ext.training.earlier_result import check_earlier_result
+from vllm_spec_ext.training.earlier_result import CARD_NAME, check_earlier_result
 
 FACTS_NAME = "training.json"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,7 +72,7 @@ def save_draft(
                 if vocab is not None:
                     cut_tokenizer(partial, vocab)
             write_json(partial / FACTS_NAME, {**facts, "figures": figures.as_dict()})
-            write_bytes(partial / "README.md", model_card(facts, figures, vocab).encode())
+            write_bytes(partial / CARD_NAME, model_card(facts, figures, vocab).encode())
             size = sum(file.stat().st_size for file in partial.iterdir())
         replace_folder(partial, folder)
     finally:  # half a model only takes the space that is missing

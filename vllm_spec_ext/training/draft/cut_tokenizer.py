@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vllm_spec_ext.atomic import read_json, write_json
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import read_json, write_json
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _PROBE = "The quick brown fox can't jump over 1234.5 lazy dogs;\n\tdef f(x): naïve 東京 🙂"

@@ -3,8 +3,8 @@
 
 from collections.abc import Callable, Sequence
 
+from vllm_spec_ext.atomic import write_json
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.training.atomic import write_json
 from vllm_spec_ext.training.command_line import run_trainer
 from vllm_spec_ext.training.draft.boosting import check_earlier
 from vllm_spec_ext.training.draft.checkpoint import FACTS_NAME, check_replaceable, save_draft

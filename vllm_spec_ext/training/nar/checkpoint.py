@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_spec_ext.atomic import new_files, write_bytes
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.nar.layout import (
     CONFIG_NAME,
@@ -16,13 +17,11 @@ from vllm_spec_ext.proposers.nar.layout import (
     MASK_NAME,
     WEIGHTS_NAME,
 )
-from vllm_spec_ext.training.atomic import new_files, write_bytes
-from vllm_spec_ext.training.earlier_result import check_earlier_result
+from vllm_spec_ext.training.earlier_result import CARD_NAME, check_earlier_result
 from vllm_spec_ext.training.nar.evaluate import TOP, NarFigures
 from vllm_spec_ext.training.nar.model import NarDrafter
 from vllm_spec_ext.training.nar.start import fold_scales
 
-CARD_NAME = "README.md"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from vllm_spec_ext.atomic import write_json
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.nar.guesses import check_heads
 from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME
-from vllm_spec_ext.training.atomic import write_json
 from vllm_spec_ext.training.command_line import run_trainer
 from vllm_spec_ext.training.draft_vocab import DraftProjection
 from vllm_spec_ext.training.hub import push_to_hub

@@ -410,3 +410,17 @@ def test_simulate_refuses_bad_input(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(SpecExtError, match="UTF-8"):
         read_recordings(path, None)
+
+
+def test_a_replay_writes_no_files(tmp_path: Path) -> None:
+    """What replicas save of recordings would be merged into what they learned of their users."""
+    pattern = str(tmp_path / "{replica}.safetensors")
+    options = {"overlay": "shared", "overlay_file": pattern, "overlay_save_every": 1}
+    (point,) = make_points("adaptive_ngram", [options])
+    recordings = [Recording([1, 2, 3, 1, 2], [3, 1, 2, 3, 1, 2])]
+    proposer, engine = simulate_module.start(
+        "adaptive_ngram", point, recordings, NumberTokenizer(), "", 1
+    )
+    replay(proposer, recordings, engine)
+    proposer.close()
+    assert not list(tmp_path.iterdir())

@@ -249,7 +249,9 @@ def test_an_overlay_that_may_not_be_read_is_not_to_be_deleted(
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
 
     monkeypatch.setattr(safetensors, "safe_open", refuse)
-    with pytest.raises(SpecExtError, match=r"cannot read overlay .*Permission denied") as found:
+    with pytest.raises(
+        SpecExtError, match=r"overlay_file .* cannot be read: Permission denied"
+    ) as found:
         check_overlay(path, "", V, 256)
     assert "elete" not in str(found.value)
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from toy_language import save_word_tokenizer
 
+from vllm_spec_ext.atomic import DiskFullError
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise.heads import WEIGHTS_NAME as HEADS_WEIGHTS
 from vllm_spec_ext.proposers.blockwise.heads import (
@@ -25,7 +26,6 @@ from vllm_spec_ext.proposers.blockwise.heads import (
     load_heads,
 )
 from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, EXTRAS_NAME, MASK_NAME, WEIGHTS_NAME
-from vllm_spec_ext.training.atomic import DiskFullError
 from vllm_spec_ext.training.batches import IGNORED
 from vllm_spec_ext.training.hidden import live_states
 from vllm_spec_ext.training.nar import model, trainer
