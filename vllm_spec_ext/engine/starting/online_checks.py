@@ -24,10 +24,13 @@ def is_on_ray(backend: object) -> bool:
         backend: vLLM's ``distributed_executor_backend``. Ray's own replicas and workers choose
             others, too (2.60 on CPUs, or with one device).
     """
-    ray = sys.modules.get("ray")
     if backend == "ray":
         return True
-    if ray is None or not ray.is_initialized():
+    if "ray" not in sys.modules:
+        return False
+    import ray
+
+    if not ray.is_initialized():
         return False
     process = ray.get_runtime_context()  # a driver is neither, and has a directory of its own
     return process.get_actor_id() is not None or process.get_task_id() is not None
