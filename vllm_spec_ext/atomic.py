@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from vllm_spec_ext.errors import SpecExtError
 
 PARTIAL = ".partial"
-"""Folder within another one for new files that are to take their places there."""
+"""How names of unfinished files end; the whole name of a folder of several of them."""
 
 _ABANDONED_S = 3600.0  # since a file was written to
 
@@ -49,7 +49,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         DiskFullError: No space (or quota) left; nothing has changed on disk.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     with disk_full_named(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def remove_partials(root: Path, name: str, min_age_s: float = 0.0) -> None:
         min_age_s: Seconds; younger ones stay, where other processes may be writing.
     """
     folder, last = (root / name).parent, Path(name).name
-    for partial in folder.glob(f".{last}.*.partial"):
+    for partial in folder.glob(f".{last}.*{PARTIAL}"):
         if min_age_s and time.time() - _changed_at(partial) < min_age_s:
             continue
         if partial.is_dir():

@@ -10,6 +10,8 @@ a slot only raises the generation, which empties all its rows at once.
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -275,6 +277,19 @@ def write_overlay(
         raise
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what goes wrong into SpecExtError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except OSError as error:  # it may be whole
+        raise SpecExtError(f"overlay_file {path} {not_readable(error)}") from error
+    except SafetensorError as error:
+        raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX}") from error
+
+
 def check_overlay(path: Path, fingerprint: str, vocab_size: int, num_buckets: int) -> None:
     """Refuse a saved overlay that another engine made, or a damaged one; reads no table.
 
@@ -287,19 +302,14 @@ def check_overlay(path: Path, fingerprint: str, vocab_size: int, num_buckets: in
     Raises:
         SpecExtError: It cannot be used.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     if path.is_dir():
         raise SpecExtError(f"overlay_file {path} is a folder, expected a file. {_FIX}")
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            metadata = file.metadata() or {}
-            names = list(file.keys())
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    except OSError as error:  # it may be whole
-        raise SpecExtError(f"overlay_file {path} {not_readable(error)}") from error
-    except SafetensorError as error:
-        raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX}") from error
+    with _reading(path), safe_open(str(path), framework="numpy") as file:
+        metadata = file.metadata() or {}
+        names = list(file.keys())
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     found = (metadata.get("kind"), metadata.get("version"), metadata.get("vocab_size"))
     expected = (KIND, FILE_VERSION, str(vocab_size))
     if found != expected:
@@ -319,17 +329,12 @@ def load_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: in
     Raises:
         SpecExtError: Damaged, of another tokenizer, vocabulary, version or size.
     """
-    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
     arrays = pool.arrays
     check_overlay(path, fingerprint, vocab_size, arrays.keys.shape[1] // WAYS)
-    try:
+    with _reading(path):
         tensors = load_file(path)
-    except OSError as error:  # it may be whole
-        raise SpecExtError(f"overlay_file {path} {not_readable(error)}") from error
-    except SafetensorError as error:
-        raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX}") from error
     targets = {name: getattr(arrays, name)[0] for name in ("keys", "stamps", "tokens", "weights")}
     targets |= {"clock": arrays.clocks[:1], "generation": arrays.generations[:1]}
     for name, target in targets.items():
