@@ -3,7 +3,7 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_spec_ext.engine.drafting.draft_budget import DraftBudget, shares
@@ -30,8 +30,8 @@ class Machine:
     outliers: float = 0.005
     """Share of steps that take ten times as long."""
     drift: float = 0.3
-    first_outlier: int | None = None
-    """A step that is an outlier for certain."""
+    slowed: Mapping[int, float] = field(default_factory=dict)
+    """Steps beside other programs: how many times as long they take."""
 
     def plain(self, num_requests: int) -> float:
         """A step without drafts."""
@@ -102,8 +102,7 @@ def simulate(
         seconds = plain + machine.token * num_drafted + machine.overhead * (num_drafted > 0)
         speed = 1 + machine.drift * math.sin(phase + 2 * math.pi * step / 2000)
         measured = 0.03 * speed * seconds * (1 + machine.noise * rng.uniform(-1, 1))
-        if rng.random() < machine.outliers or step == machine.first_outlier:
-            measured *= 10
+        measured *= 10 if rng.random() < machine.outliers else machine.slowed.get(step, 1.0)
         rooms = [most] * num_requests
         if budget is not None and num_requests == num_before and budget.may_rest():
             resting = machine.resting * plain

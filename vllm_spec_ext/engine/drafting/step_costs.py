@@ -22,6 +22,8 @@ _DRIFT = 0.005  # what the machine's speed changes in a step, relative
 _OVERHEAD_DRIFT = 0.0005  # the same for the overhead of a step with drafts, in plain steps
 _TOKEN_DRIFT = 0.001  # and for the cost of a token, relative to itself
 _LEAST_DRIFTING = 0.02  # a token in plain steps: one that costs less drifts as much
+_FIRST_OVERHEAD, _FIRST_REQUEST = 0.05, 0.2  # plain steps: errors of these first guesses
+_UNSURE = 2.0  # times these, and the first cost of a token: the most that errors grow to
 _FIRST_TOKEN_COST = 0.05  # a draft token in plain steps, before one was measured; high on purpose
 _LONG = 100  # steps without drafts from which on what they cost is doubted
 _FADE = 0.002  # of what they cost beyond the first guess, a step: how soon it is forgotten
@@ -165,6 +167,31 @@ class _SizeClass:
         e, f, g, h = covariances
         self.state = (a + e * step, b + f * step, c + g * step, d + h * step)
         self._add_covariance(-1.0 / spread**2, covariances)
+        self._keep_within_reason()
+
+    def _keep_within_reason(self) -> None:
+        """Of what drafts cost, believe nothing that cannot be, and be about as sure as at first.
+
+        Beside other programs times jump, and with them these estimates and their errors. They would
+        stay so: drafts that may cost so much are not allowed, and only drafts would tell.
+        """
+        plain, overhead, token, request = self.state
+        # One token more takes no longer than what all of a plain step takes for each request.
+        token = min(token, plain / self.num_requests)
+        self.state = (plain, overhead, token, request)
+        first = (
+            _FIRST_OVERHEAD,
+            _first_token(self.num_requests),
+            _FIRST_REQUEST / self.num_requests,
+        )
+        for i, error in enumerate(first, 1):
+            variance, most = self.covariance[i][i], _UNSURE * error * plain
+            if variance <= most * most:
+                continue
+            factor = most / math.sqrt(variance)
+            for j in range(4):
+                self.covariance[i][j] *= factor
+                self.covariance[j][i] *= factor
 
     @property
     def guesses_token(self) -> bool:
@@ -289,7 +316,12 @@ class StepCosts:
         if len(first) == _FIRST_STEPS:
             plain = statistics.median(first)
             token = plain * _first_token(num_requests)
-            errors = (0.8 * _FIRST_NOISE * plain, 0.05 * plain, token, 0.2 * plain / num_requests)
+            errors = (
+                0.8 * _FIRST_NOISE * plain,
+                _FIRST_OVERHEAD * plain,
+                token,
+                _FIRST_REQUEST * plain / num_requests,
+            )
             state = (plain, 0.0, token, 0.0)
             self._classes[key] = _SizeClass(num_requests, state, errors, self._now)
         return False
