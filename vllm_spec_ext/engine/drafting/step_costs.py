@@ -23,6 +23,8 @@ _OVERHEAD_DRIFT = 0.0005  # the same for the overhead of a step with drafts, in 
 _TOKEN_DRIFT = 0.001  # and for the cost of a token, relative to itself
 _LEAST_DRIFTING = 0.02  # a token in plain steps: one that costs less drifts as much
 _FIRST_OVERHEAD, _FIRST_REQUEST = 0.05, 0.2  # plain steps: errors of these first guesses
+_MOST_FREE = 0.3  # plain steps: what rows that cost nothing make of the line, at n = 0
+_LEAST_TOKEN = -0.01  # plain steps: noise, where tokens cost nothing
 _UNSURE = 2.0  # times these, and the first cost of a token: the most that errors grow to
 _FIRST_TOKEN_COST = 0.05  # a draft token in plain steps, before one was measured; high on purpose
 _LONG = 100  # steps without drafts from which on what they cost is doubted
@@ -176,8 +178,12 @@ class _SizeClass:
         stay so: drafts that may cost so much are not allowed, and only drafts would tell.
         """
         plain, overhead, token, request = self.state
+        missing = -_MOST_FREE * plain - overhead
+        if missing > 0.0:  # then a token costs less, as what the usual drafts cost is known
+            overhead += missing
+            token += missing * self.covariance[1][2] / max(self.covariance[1][1], 1e-30)
         # One token more takes no longer than what all of a plain step takes for each request.
-        token = min(token, plain / self.num_requests)
+        token = max(_LEAST_TOKEN * plain, min(token, plain / self.num_requests))
         self.state = (plain, overhead, token, request)
         first = (
             _FIRST_OVERHEAD,
