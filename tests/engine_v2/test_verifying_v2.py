@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from generation import assert_equal_logprobs, run, sampling_params, tokens
 from homogeneity import same_distribution_p_value
 from sampling_distributions import SAME, Chances, first_tokens
@@ -32,6 +33,7 @@ from test_relaxed_rules import (
     test_eta_cuts_what_is_improbable,
     test_min_block_takes_drafts_and_reports_the_targets_logprobs,
 )
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from vllm_spec_ext.engine.v2 import rejection
@@ -196,3 +198,44 @@ def test_a_huge_step_is_verified_in_parts(
     assert rule is not None or tokens(parts) == tokens(reference)
     assert all(out.outputs[0].logprobs is not None for out in whole)
     assert_equal_logprobs(parts, whole, 2e-4)
+
+
+class Counting(LogitsProcessor):
+    """A third party's, with a state: each call forbids one token more."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """Forbid them in all rows."""
+        self.num_calls += 1
+        logits[:, 40 : 40 + self.num_calls] = float("-inf")
+        return logits
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("name", ["oracle", "oracle_tree"])
+def test_a_relaxed_rule_asks_processors_once_a_step(
+    name: str, given: dict[str, Any], plain: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of third parties may keep state; the rule and the draws know what they forbid."""
+    scenario = Scenario([{"max_tokens": 16, "ignore_eos": True, **given}], PROMPTS[:3])
+    truths = [completions[0] for completions in tokens(run(plain, scenario))]
+    relaxed = {"scorer": {"type": "top_k", "k": 3}, "allow_lossy": True}
+    engine = make_engine(speculative_config={**METHODS[name], **relaxed})
+    runner, processor = runner_of(engine), Counting()
+    ours = [*runner.sampler.logits_processors, processor]
+    monkeypatch.setattr(runner.sampler, "logits_processors", ours)
+    calls_by_step: list[int] = []
+    sample_tokens = runner.sample_tokens
+
+    def counted(*args: Any) -> Any:
+        output = sample_tokens(*args)
+        calls_by_step.append(processor.num_calls)
+        return output
+
+    monkeypatch.setattr(runner, "sample_tokens", counted)
+    found = tokens(run(engine, scenario, truths))
+    assert len(calls_by_step) > 3
+    assert calls_by_step == list(range(1, len(calls_by_step) + 1))
+    assert all(40 not in completion for completions in found for completion in completions)

@@ -11,6 +11,7 @@ that the V1 runner has, on the host.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -181,24 +182,28 @@ class WalkSampler(RejectionSampler):
             context = layout.spread(context)
         rows = logits if layout is None else logits[layout.rows_on(device)]
         tolerated, draft_values = None, None
+        sampling: AbstractContextManager[None] = nullcontext()
         if self._relaxed_rule is not None:
+            rows, sampling = sampler.process(rows, context), sampler.without_processors()
             rule = self._relaxed_rule.of_step(batch, states, self._greedy[own], device)
             masked = self._masked(rows, context)
             if layout is not None:
                 masked = masked[layout.places_on(device)]
             tolerated, draft_values = rule(masked)
+            del masked  # as large as all rows of the part
         sampler.keeps_distribution = bool(part.distributions)
-        sampled, processed = sampler.sample(
-            rows,
-            context.expanded_idx_mapping,
-            context.idx_mapping,
-            context.idx_mapping_np,
-            context.pos,
-            context.input_ids,
-            context.expanded_local_pos,
-            context.seq_lens_upper_bound_np,
-            return_logprobs=True,
-        )
+        with sampling:
+            sampled, processed = sampler.sample(
+                rows,
+                context.expanded_idx_mapping,
+                context.idx_mapping,
+                context.idx_mapping_np,
+                context.pos,
+                context.input_ids,
+                context.expanded_local_pos,
+                context.seq_lens_upper_bound_np,
+                return_logprobs=True,
+            )
         sampler.keeps_distribution = False
         if layout is not None:
             places = layout.places_on(device)
@@ -232,13 +237,11 @@ class WalkSampler(RejectionSampler):
         return verify_drawn(batch, distributions, target, choices, taken)
 
     def _masked(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
-        """Float32 logits after everything that changes what the target would choose."""
+        """Processed logits as float32, after a budget that changes what the target would choose."""
         sampler = self._runner.sampler
         if not np.any(sampler.needs_logits_processing[context.idx_mapping_np]):
             return logits.to(torch.float32)
         masked = logits.to(torch.float32, copy=True)
-        for processor in sampler.logits_processors:
-            masked = processor.apply(masked, context)
         sampler.thinking_budget_state.apply(masked, context)
         # A budget that is used up raises one token and leaves the others as they are, where a rule
         # would tolerate them.

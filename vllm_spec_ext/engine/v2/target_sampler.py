@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's V2 ``Sampler`` with a look at its logits and distributions, and eta sampling in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,7 +14,10 @@ from vllm_spec_ext.scorers.eta import apply_eta, eta_parameters
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
-    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import (
+        LogitsContext,
+        LogitsProcessor,
+    )
     from vllm.v1.worker.gpu.sample.logprob import LogprobTokenIdsState
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
     from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -68,6 +72,31 @@ class SpecSamplerMixin:
                 by_slot[slot] = state.eta
             greedy = (self.sampling_states.temperature.np == 0.0).tolist()
             self._eta = eta_parameters(by_slot, [1] * len(by_slot), greedy, runner.device)
+
+    def process(self, logits: torch.Tensor, context: "LogitsContext") -> torch.Tensor:
+        """Penalties, bans, biases and the processors of third parties, before any temperature.
+
+        vLLM calls each once for a step (0.32 ``LogitsProcessor.apply``), and one may keep state:
+        what comes out is for all who need it, and :meth:`without_processors` samples from it.
+
+        Returns:
+            [num_rows, vocab] float32, a copy; the logits as they are where nothing changes them.
+        """
+        if not np.any(self.needs_logits_processing[context.idx_mapping_np]):
+            return logits
+        logits = logits.to(torch.float32, copy=True)
+        for processor in self.logits_processors:
+            logits = processor.apply(logits, context)
+        return logits
+
+    @contextmanager
+    def without_processors(self) -> Iterator[None]:
+        """The logits that are sampled from in the block come from :meth:`process`."""
+        processors, self.logits_processors = self.logits_processors, []
+        try:
+            yield
+        finally:
+            self.logits_processors = processors
 
     def _sample_random(
         self,
