@@ -49,8 +49,7 @@ def train(
     Returns:
         Folder of the trained weights, and figures.
     """
-    from vllm_spec_ext.online.folder import FolderFacts, read_record
-    from vllm_spec_ext.online.sample_files import SAMPLES
+    from vllm_spec_ext.online.folder import SAMPLES, FolderFacts, read_record
     from vllm_spec_ext.online.trainer import Trainer
     from vllm_spec_ext.online.versions import version_folder, write_version
 
@@ -108,8 +107,8 @@ def main() -> None:
     import torch
     from vllm import SamplingParams
 
-    from vllm_spec_ext.online.folder import FolderFacts, read_record
-    from vllm_spec_ext.online.sample_files import SAMPLES, shards
+    from vllm_spec_ext.online.folder import SAMPLES, FolderFacts, read_record
+    from vllm_spec_ext.online.sample_files import shards
     from vllm_spec_ext.online.student import make_student
 
     recorded = given.folder / "recorded"

@@ -17,8 +17,8 @@ from scenarios import PROMPTS, SCENARIOS
 from test_cache_view_engine import CROWDED
 from test_greedy_identity import runner_of
 
-from vllm_spec_ext.online.folder import FolderFacts, read_record
-from vllm_spec_ext.online.sample_files import SAMPLES, read_shard, shards
+from vllm_spec_ext.online.folder import SAMPLES, FolderFacts, read_record
+from vllm_spec_ext.online.sample_files import read_shard, shards
 from vllm_spec_ext.online.session import _Ready
 from vllm_spec_ext.online.trace import Trace
 from vllm_spec_ext.online.trainer import run_trainer

@@ -31,12 +31,13 @@ from tiny_engine import start_engine
 from vllm_spec_ext.engine.starting.online_checks import check_online, is_on_ray
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.folder import (
+    SAMPLES,
     Control,
     EngineState,
     read_record,
     write_record,
 )
-from vllm_spec_ext.online.sample_files import SAMPLES, shards
+from vllm_spec_ext.online.sample_files import shards
 from vllm_spec_ext.online.versions import version_folder
 from vllm_spec_ext.options import MethodOptions, OnlineOptions
 from vllm_spec_ext.proposers.blockwise import Blockwise
@@ -328,6 +329,16 @@ def test_targets_that_no_trainer_could_read_are_refused(
     online, nothing = OnlineOptions(folder=str(tmp_path)), MethodOptions()
     with pytest.raises(SpecExtError, match=f"target 'seer' .*{message}"):
         check_online(online, method, Blockwise, nothing, True, target, on_ray=False)
+
+
+def test_a_folder_of_something_else_is_refused(
+    heads: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "report.txt").touch()
+    config = {"method": "blockwise", "model": str(heads), "num_speculative_tokens": HEADS}
+    with pytest.raises(ValueError, match=r"holds something else: found report\.txt"):
+        start_engine(tiny_model, speculative_config={**config, "online": {"folder": str(tmp_path)}})
+    assert [path.name for path in tmp_path.iterdir()] == ["report.txt"]
 
 
 def test_a_folder_of_other_heads_is_refused(

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small files through which engine, trainer and command line speak; each has one writer.
+"""What is in a folder of ``online``, and whether a folder is one.
+
+Through small files engine, trainer and command line speak; each has one writer.
 
 ``online.json`` (engine, once): whose folder this is. ``engine.json`` (engine): what it serves and
 what became of versions. ``control.json`` (command line): what a person wants. ``trainer.json``
 (trainer): how it is doing.
 """
 
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_spec_ext.atomic import not_readable, write_json
+from vllm_spec_ext.atomic import PARTIAL, not_readable, write_json
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.online.versions import VERSIONS
 from vllm_spec_ext.options import OnlineOptions
 
 
@@ -117,6 +121,22 @@ _NAMES: dict[type[_Record], str] = {
     Control: "control.json",
     TrainerState: TRAINER,
 }
+SAMPLES = "samples"
+TRAINER_STATE, TRAINER_LOG = "trainer.pt", "trainer.log"
+ENGINE_LOCK, TRAINER_LOCK = "engine.lock", "trainer.lock"
+_OWN = (
+    *_NAMES.values(),
+    SAMPLES,
+    VERSIONS,
+    TRAINER_STATE,
+    TRAINER_LOG,
+    ENGINE_LOCK,
+    TRAINER_LOCK,
+    f".*{PARTIAL}",
+)
+_EMPTY = ("lost+found", ".nfs*")
+"""Of a file system's own; a new volume is empty."""
+_NUM_NAMED = 3
 
 
 def read_record(root: Path, kind: type[RecordT]) -> RecordT | None:
@@ -151,15 +171,41 @@ def check_folder(root: Path, method: str, drafter: str) -> None:
     """Refuse a folder that belongs to something else.
 
     Raises:
-        SpecExtError: It is a file, or holds samples and versions of another drafter.
+        SpecExtError: It is a file, or holds something else than what online learning left there,
+            or samples and versions of another drafter.
     """
     if root.exists() and not root.is_dir():
         raise SpecExtError(f"online: {root} is a file, expected a folder or a new name")
     facts = read_record(root, FolderFacts)
     if facts is None:
+        _refuse_foreign_files(root)
         return
     if (facts.method, facts.drafter) != (method, drafter):
         raise SpecExtError(
             f"online: {root} belongs to another drafter ({facts.method}, {facts.drafter}; this one "
             f"is {method}, {drafter}); give another folder, or serve the drafter that it is of"
+        )
+
+
+def _refuse_foreign_files(root: Path) -> None:
+    """Of a folder without ``online.json``, which comes after the lock and version 0.
+
+    Where a server starts just now, or was killed while it started, only what it made is there.
+    """
+    try:
+        names = sorted(path.name for path in root.iterdir())
+        is_begun = (root / ENGINE_LOCK).exists()  # later, as it is made first
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise SpecExtError(f"online: {root} {not_readable(error)}") from error
+    allowed = (*_EMPTY, *_OWN) if is_begun else _EMPTY
+    foreign = [name for name in names if not any(fnmatch(name, one) for one in allowed)]
+    if foreign:
+        more = len(foreign) - _NUM_NAMED
+        named = ", ".join(foreign[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+        raise SpecExtError(
+            f"online: {root} holds something else: found {named}, and no {FACTS}; expected a new "
+            "or empty folder, or one in which this drafter has learned before. Give another one as "
+            "folder of online"
         )

@@ -17,7 +17,6 @@ from vllm_spec_ext.options import OnlineOptions
 
 logger = logging.getLogger("vllm.spec_ext")
 
-SAMPLES = "samples"
 _SHARD_STARTS = 256
 _FLUSH_SECONDS = 10.0
 _DIGITS = 16

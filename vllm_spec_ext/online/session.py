@@ -24,8 +24,11 @@ from vllm_spec_ext.atomic import DiskFullError, remove_partials
 from vllm_spec_ext.environment import READ_ONLY, is_set
 from vllm_spec_ext.errors import RanksApartError, SpecExtError
 from vllm_spec_ext.online.folder import (
+    ENGINE_LOCK,
     FACTS,
+    SAMPLES,
     STATE,
+    TRAINER_LOG,
     Control,
     EngineState,
     FolderFacts,
@@ -37,7 +40,7 @@ from vllm_spec_ext.online.folder import (
     write_record,
 )
 from vllm_spec_ext.online.folder_lock import FolderLock
-from vllm_spec_ext.online.sample_files import SAMPLES, SampleWriter
+from vllm_spec_ext.online.sample_files import SampleWriter
 from vllm_spec_ext.online.tap import Tap
 from vllm_spec_ext.online.trial import Role, Trial
 from vllm_spec_ext.online.versions import (
@@ -58,7 +61,6 @@ _TELL_S = 2.0
 _READ_AGAIN_S = 30.0
 _KEPT_VERDICTS = 50
 _KEPT_SERVED = 4
-_LOCK = "engine.lock"
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class OnlineSession:
         if fresh:
             newest = max(version_numbers(self._root), default=0)
             self._left_out = math.inf if is_set(READ_ONLY) else newest
-        self._lead = FolderLock(self._root / _LOCK) if is_first else None
+        self._lead = FolderLock(self._root / ENGINE_LOCK) if is_first else None
         self.tap: Tap | None = None
         self._writer: SampleWriter | None = None
         self._trainer: subprocess.Popen[bytes] | None = None
@@ -395,7 +397,7 @@ class OnlineSession:
         self._wants_trainer = False
         command = [sys.executable, "-m", "vllm_spec_ext.online.trainer", str(self._root)]
         try:
-            with open(self._root / "trainer.log", "ab") as log, _on_all_cores():
+            with open(self._root / TRAINER_LOG, "ab") as log, _on_all_cores():
                 self._trainer = subprocess.Popen(
                     [*command, "--parent", str(os.getpid())],
                     stdout=log,
@@ -623,7 +625,7 @@ class OnlineSession:
         status = None if self._trainer is None else self._trainer.poll()
         if status is not None:
             self._say(
-                f"the trainer ended (status {status}; see {self._root / 'trainer.log'}); serving "
+                f"the trainer ended (status {status}; see {self._root / TRAINER_LOG}); serving "
                 f"goes on. Start another with: vllm-spec online train {self._root}"
             )
 

@@ -28,7 +28,10 @@ from vllm_spec_ext.atomic import DiskFullError, not_readable, remove_partials, w
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.cpu_budget import CpuBudget
 from vllm_spec_ext.online.folder import (
+    SAMPLES,
     TRAINER,
+    TRAINER_LOCK,
+    TRAINER_STATE,
     EngineState,
     FolderFacts,
     TrainerState,
@@ -36,7 +39,6 @@ from vllm_spec_ext.online.folder import (
     write_record,
 )
 from vllm_spec_ext.online.folder_lock import FolderLock
-from vllm_spec_ext.online.sample_files import SAMPLES
 from vllm_spec_ext.online.sample_pool import SamplePool
 from vllm_spec_ext.online.student import Judged, Student, make_student
 from vllm_spec_ext.online.versions import (
@@ -50,8 +52,6 @@ from vllm_spec_ext.training.target import pick_device
 
 logger = logging.getLogger("vllm.spec_ext")
 
-STATE = "trainer.pt"
-_LOCK = "trainer.lock"
 _CLIP = 1.0
 # AdamW's first steps move every weight by the learning rate, whatever its gradient; trained heads
 # lose more by one such step than they learn in a hundred.
@@ -176,7 +176,7 @@ class Trainer:
             "serving": self._seen_serving,
         }
         torch.save(values, buffer)
-        write_bytes(self.root / STATE, buffer.getbuffer())
+        write_bytes(self.root / TRAINER_STATE, buffer.getbuffer())
 
     @property
     def figures(self) -> dict[str, float]:
@@ -201,7 +201,7 @@ class Trainer:
             The newest shard that it knew, and how many positions there were; 0 without a state, and
             in those of earlier versions.
         """
-        path = self.root / STATE
+        path = self.root / TRAINER_STATE
         if not path.is_file():
             return 0, 0
         try:
@@ -335,7 +335,7 @@ def run_trainer(
     with _stopped_by_signals(stop), _only_one(root, stop, parent) as is_alone:
         if not is_alone:
             return
-        for name in (f"{VERSIONS}/*", STATE, TRAINER):
+        for name in (f"{VERSIONS}/*", TRAINER_STATE, TRAINER):
             remove_partials(root, name)
         _tell_of_start(root)
         trainer = Trainer(root, make_student(facts, where), facts)
@@ -400,7 +400,7 @@ def _only_one(root: Path, stop: threading.Event, parent: int | None) -> Iterator
 
     One that an engine has started waits for that of a server which is about to end.
     """
-    lock = FolderLock(root / _LOCK)
+    lock = FolderLock(root / TRAINER_LOCK)
     while not lock.take():
         if parent is None:
             raise SpecExtError(f"another trainer works on {root}; only one may")

@@ -12,8 +12,9 @@ class OnlineOptions(Options):
     """``online``: a drafter that learns while it serves."""
 
     folder: Annotated[str, StringConstraints(min_length=1)]
-    """Folder of this drafter's samples and versions, made if missing. An engine that is started on
-    it again goes on with the version that was kept last."""
+    """Folder of this drafter's samples and versions, made if missing; one that holds something else
+    is refused. An engine that is started on it again goes on with the version that was kept last.
+    """
 
     record: Literal["unsalted", "all"] = "unsalted"
     """Which requests are learned from. ``"unsalted"``: those without a ``cache_salt``, where these

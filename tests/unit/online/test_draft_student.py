@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.draft_student import DraftModelStudent
-from vllm_spec_ext.online.folder import FolderFacts, write_record
-from vllm_spec_ext.online.sample_files import SAMPLES, write_shard
+from vllm_spec_ext.online.folder import SAMPLES, FolderFacts, write_record
+from vllm_spec_ext.online.sample_files import write_shard
 from vllm_spec_ext.online.trace import Trace
 from vllm_spec_ext.online.trainer import Trainer
 from vllm_spec_ext.online.versions import version_numbers, write_version

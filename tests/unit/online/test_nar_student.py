@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.online.folder import FolderFacts, write_record
+from vllm_spec_ext.online.folder import SAMPLES, FolderFacts, write_record
 from vllm_spec_ext.online.nar_student import NarStudent
-from vllm_spec_ext.online.sample_files import SAMPLES, write_shard
+from vllm_spec_ext.online.sample_files import write_shard
 from vllm_spec_ext.online.text_states import TextStates
 from vllm_spec_ext.online.trace import Trace
 from vllm_spec_ext.online.trainer import Trainer

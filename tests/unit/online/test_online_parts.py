@@ -4,6 +4,7 @@
 import errno
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -177,6 +178,51 @@ def test_a_folder_belongs_to_one_drafter(tmp_path: Path) -> None:
     (tmp_path / "online.json").write_text("{")
     with pytest.raises(SpecExtError, match="damaged"):
         check_folder(tmp_path, "blockwise", "own")
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["report.txt"], "found report.txt, and no online.json"),
+        (["a", "b", "c", "d", "e"], "found a, b, c and 2 more, and no"),
+        (["engine.lock", "versions", "report.txt"], "found report.txt, and no"),
+        (["samples", "versions"], "found samples, versions, and no"),  # as others call theirs, too
+        ([".bashrc"], "found .bashrc, and no"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused(
+    names: list[str], found: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).mkdir()
+    with pytest.raises(SpecExtError, match=re.escape(found)) as error:
+        check_folder(tmp_path, "blockwise", "own")
+    assert "expected a new or empty folder" in str(error.value)
+    assert "Give another one" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [],
+        ["lost+found"],  # a new volume
+        ["engine.lock"],
+        ["engine.lock", "versions", ".online.json.77.partial", ".nfs0000abc"],
+        ["engine.lock", "versions", "samples", "engine.json", "trainer.pt"],  # without a record
+    ],
+)
+def test_a_folder_that_is_begun_goes_on(names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).mkdir()
+    check_folder(tmp_path, "blockwise", "own")
+
+
+def test_what_lies_beside_a_record_stays(tmp_path: Path) -> None:
+    options = OnlineOptions(folder=str(tmp_path))
+    facts = FolderFacts(method="nar", target="t", drafter="own", vocab_size=9, options=options)
+    write_record(tmp_path, facts)
+    (tmp_path / "notes.txt").touch()
+    check_folder(tmp_path, "nar", "own")
 
 
 def trace(number: int, length: int = 20) -> Trace:

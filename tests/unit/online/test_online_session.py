@@ -105,6 +105,26 @@ def publish(root: Path, number: int, data: bytes) -> None:
     write_version(root, number, {NAME: data}, drafter_hash({NAME: b"own"}))
 
 
+def test_a_folder_without_its_record_is_gone_on_with(start: Start, tmp_path: Path) -> None:
+    """All that a server makes in it is known as its own."""
+    root = tmp_path / "online"
+    start(is_first=True, start_trainer=True)[0].close()
+    assert {path.name for path in root.iterdir()} > {"versions", "engine.json", "trainer.log"}
+    (root / "online.json").unlink()
+    session, learner = start(is_first=True)
+    assert (session.state.serving, learner.used) == (0, [b"own"])
+
+
+def test_a_folder_of_something_else_stays_as_it_is(start: Start, tmp_path: Path) -> None:
+    root = tmp_path / "online"
+    root.mkdir()
+    (root / "report.txt").touch()
+    for is_first in (True, False):
+        with pytest.raises(SpecExtError, match=r"found report\.txt"):
+            start(is_first=is_first)
+    assert [path.name for path in root.iterdir()] == ["report.txt"]
+
+
 def test_a_replica_serves_what_the_first_serves(start: Start, tmp_path: Path) -> None:
     root = tmp_path / "online"
     follower, learner = start(is_first=False)  # it may well be there before the first

@@ -14,13 +14,22 @@ import torch
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online import trainer as trainer_module
-from vllm_spec_ext.online.folder import EngineState, FolderFacts, write_record
+from vllm_spec_ext.online.folder import (
+    ENGINE_LOCK,
+    FACTS,
+    SAMPLES,
+    TRAINER_STATE,
+    EngineState,
+    FolderFacts,
+    check_folder,
+    write_record,
+)
 from vllm_spec_ext.online.folder_lock import FolderLock
 from vllm_spec_ext.online.heads_student import HeadsStudent
-from vllm_spec_ext.online.sample_files import SAMPLES, write_shard
+from vllm_spec_ext.online.sample_files import write_shard
 from vllm_spec_ext.online.target_ends import TargetEnds
 from vllm_spec_ext.online.trace import Trace
-from vllm_spec_ext.online.trainer import STATE, Trainer, run_trainer
+from vllm_spec_ext.online.trainer import Trainer, run_trainer
 from vllm_spec_ext.online.versions import check_version, version_numbers, write_version
 from vllm_spec_ext.options import OnlineOptions
 from vllm_spec_ext.proposers.blockwise.heads import (
@@ -330,10 +339,10 @@ def test_damaged_and_foreign_states_are_named(folder: Path) -> None:
     add_samples(folder)
     trainer = make_trainer(folder)
     trainer.save()
-    (folder / STATE).write_bytes(b"no state")
+    (folder / TRAINER_STATE).write_bytes(b"no state")
     with pytest.raises(SpecExtError, match="damaged"):
         make_trainer(folder)
-    torch.save({"drafter": "other"}, folder / STATE)
+    torch.save({"drafter": "other"}, folder / TRAINER_STATE)
     with pytest.raises(SpecExtError, match="another drafter"):
         make_trainer(folder)
 
@@ -383,6 +392,10 @@ def test_the_process_has_one_trainer_and_an_end(folder: Path) -> None:
     assert version_numbers(folder) == [0, 1, 2, 3]
     with pytest.raises(SpecExtError, match=r"no online\.json"):
         run_trainer(folder / "nothing")
+    # Its folder is taken for one, whatever is missing.
+    (folder / FACTS).unlink()
+    (folder / ENGINE_LOCK).touch()
+    check_folder(folder, "blockwise", "own")
 
 
 @pytest.mark.usefixtures("_toy_students")
