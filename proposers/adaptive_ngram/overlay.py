@@ -10,18 +10,17 @@ a slot only raises the generation, which empties all its rows at once.
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_spec_ext.atomic import PARTIAL, not_readable
+from vllm_spec_ext.atomic import PARTIAL
 from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import check_fingerprint
+from vllm_spec_ext.tensor_files import reading
 
 WAYS = 4
 SUCCESSORS = 8
@@ -29,7 +28,9 @@ LAST_GENERATION = (1 << 22) - 1
 FILE_VERSION = "1"
 KIND = "adaptive_ngram.overlay"
 
-_FIX = "Delete the file or choose another overlay_file."
+_OPTION = "overlay_file "
+_AGAIN = "delete the file or choose another overlay_file"
+_FIX = f"{_AGAIN.capitalize()}."
 
 
 class OverlayArrays(NamedTuple):
@@ -252,7 +253,11 @@ def overlay_copy(pool: OverlayPool) -> dict[str, NDArray[Any]]:
 def write_overlay(
     path: Path, tensors: dict[str, NDArray[Any]], fingerprint: str, vocab_size: int
 ) -> None:
-    """Write what :func:`overlay_copy` gave; arguments as :func:`save_overlay`."""
+    """Write what :func:`overlay_copy` gave; arguments as :func:`save_overlay`.
+
+    Raises:
+        OSError: The file is as it was.
+    """
     from safetensors.numpy import save
 
     data = save(
@@ -277,19 +282,6 @@ def write_overlay(
         raise
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn what goes wrong into SpecExtError."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except OSError as error:  # it may be whole
-        raise SpecExtError(f"overlay_file {path} {not_readable(error)}") from error
-    except SafetensorError as error:
-        raise SpecExtError(f"cannot read overlay {path}: {error}. {_FIX}") from error
-
-
 def check_overlay(path: Path, fingerprint: str, vocab_size: int, num_buckets: int) -> None:
     """Refuse a saved overlay that another engine made, or a damaged one; reads no table.
 
@@ -306,7 +298,7 @@ def check_overlay(path: Path, fingerprint: str, vocab_size: int, num_buckets: in
 
     if path.is_dir():
         raise SpecExtError(f"overlay_file {path} is a folder, expected a file. {_FIX}")
-    with _reading(path), safe_open(str(path), framework="numpy") as file:
+    with reading(path, _AGAIN, _OPTION), safe_open(str(path), framework="numpy") as file:
         metadata = file.metadata() or {}
         names = list(file.keys())
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
@@ -333,7 +325,7 @@ def load_overlay(path: Path, pool: OverlayPool, fingerprint: str, vocab_size: in
 
     arrays = pool.arrays
     check_overlay(path, fingerprint, vocab_size, arrays.keys.shape[1] // WAYS)
-    with _reading(path):
+    with reading(path, _AGAIN, _OPTION):
         tensors = load_file(path)
     targets = {name: getattr(arrays, name)[0] for name in ("keys", "stamps", "tokens", "weights")}
     targets |= {"clock": arrays.clocks[:1], "generation": arrays.generations[:1]}

@@ -27,6 +27,7 @@ from vllm_spec_ext.proposers.adaptive_ngram.overlay import (
     save_overlay,
 )
 from vllm_spec_ext.proposers.records import EngineHandle
+from vllm_spec_ext.tensor_files import reading
 
 REPLICA = "{replica}"
 MERGED = "merged"
@@ -96,14 +97,12 @@ def merge_overlays(paths: Sequence[Path], out: Path) -> int:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, NDArray]]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise SpecExtError(f"cannot read overlay {path}: {error}; leave it out") from error
+    advice = "leave it out"
+    with reading(path, advice, "overlay "), safe_open(str(path), framework="numpy") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if (metadata.get("kind"), metadata.get("version")) != (KIND, FILE_VERSION):
         raise SpecExtError(
             f"{path}: found {metadata.get('kind')} {metadata.get('version')}, expected "

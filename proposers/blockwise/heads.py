@@ -14,7 +14,6 @@ Torch only: neither vLLM nor the trainer is imported.
 """
 
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,9 +24,11 @@ from torch import Tensor, nn
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.draft_columns import ids_problem, shapes_and_ids
+from vllm_spec_ext.tensor_files import check_readable, reading
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+_AGAIN = "copy or train the heads again"
 MOST_UNITS = 1 << 20  # far above any model; below it, no product of sizes overflows
 
 
@@ -264,7 +265,7 @@ def check_heads(
     folder = _find_folder(path)
     config = read_config(folder)
     if not (folder / WEIGHTS_NAME).is_file():
-        raise SpecExtError(f"no {WEIGHTS_NAME} in {folder}; copy or train the heads again")
+        raise SpecExtError(f"no {WEIGHTS_NAME} in {folder}; {_AGAIN}")
     _check_target(folder, config, hidden_size, vocab_size, fingerprint)
     if num_draft_tokens is not None and num_draft_tokens > config.num_heads:
         raise SpecExtError(
@@ -293,6 +294,7 @@ def read_config(folder: Path) -> HeadsConfig:
         raise SpecExtError(
             f"no {CONFIG_NAME} in {folder}; expected a folder made by 'vllm-spec train blockwise'"
         )
+    check_readable(file)
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(given, dict) or given.get("model_type") != "vllm_spec_ext_blockwise":
@@ -303,7 +305,7 @@ def read_config(folder: Path) -> HeadsConfig:
             )
         return HeadsConfig.model_validate(given)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SpecExtError(f"{file} is damaged ({error}); copy or train the heads again") from error
+        raise SpecExtError(f"{file} is damaged ({error}); {_AGAIN}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -369,13 +371,9 @@ def _empty_heads(config: HeadsConfig) -> BlockwiseHeads:
 
 def _check_weights(folder: Path, config: HeadsConfig) -> None:
     """Refuse a file that is not whole, or another than config.json says; reads no weights."""
-    from safetensors import SafetensorError
-
     file = folder / WEIGHTS_NAME
-    try:
+    with reading(file, _AGAIN):
         shapes, listed = shapes_and_ids(file)
-    except (SafetensorError, OSError, struct.error) as error:
-        raise SpecExtError(f"{file} is damaged ({error}); copy or train the heads again") from error
     heads = _empty_heads(config).state_dict()
     expected = {name: tuple(value.shape) for name, value in heads.items()}
     if shapes != expected:
@@ -385,18 +383,15 @@ def _check_weights(folder: Path, config: HeadsConfig) -> None:
         )
     problem = None if listed is None else ids_problem(listed, config.vocab_size)
     if problem is not None:
-        raise SpecExtError(f"{file}: {problem}; copy or train the heads again")
+        raise SpecExtError(f"{file}: {problem}; {_AGAIN}")
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     file = folder / WEIGHTS_NAME
-    try:
+    with reading(file, _AGAIN):
         found = load_file(file)
-    except (SafetensorError, OSError, struct.error) as error:
-        raise SpecExtError(f"{file} is damaged ({error}); copy or train the heads again") from error
     for name, value in found.items():
         if not bool(torch.isfinite(value).all()):
             raise SpecExtError(

@@ -2,12 +2,12 @@
 """The files of a draft model's checkpoint, read without building the model."""
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_spec_ext.errors import SpecExtError, shown
+from vllm_spec_ext.tensor_files import reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,17 +111,14 @@ def read_tensors(folder: Path) -> "dict[str, Tensor]":
     """All weights of a folder, by their names in the checkpoint, on the CPU.
 
     Raises:
-        SpecExtError: There are none, a file is damaged, or a value is not finite.
+        SpecExtError: There are none, a file is damaged or cannot be read, or a value is not finite.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     found: dict[str, Tensor] = {}
     for path in weight_files(folder):
-        try:
+        with reading(path, "copy or train the model again"):
             found |= load_file(path)
-        except (SafetensorError, OSError, struct.error) as error:
-            raise SpecExtError(f"{path} is damaged ({error})") from error
     if not found:
         raise SpecExtError(f"no model{_WEIGHTS} in {folder}")
     for name, value in found.items():

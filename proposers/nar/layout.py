@@ -33,6 +33,7 @@ CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 MASK_NAME = "mask_embedding.pt"
 EXTRAS_NAME = "nar/extras.safetensors"
+FILES = (CONFIG_NAME, WEIGHTS_NAME, MASK_NAME, EXTRAS_NAME)
 EXTRAS_KEY = "nar"
 
 

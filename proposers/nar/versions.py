@@ -18,16 +18,17 @@ from vllm_spec_ext.proposers.nar.layout import (
     CONFIG_NAME,
     EXTRAS_KEY,
     EXTRAS_NAME,
+    FILES,
     MASK_NAME,
     WEIGHTS_NAME,
     makes_context,
     read_nar_config,
 )
+from vllm_spec_ext.tensor_files import check_all_readable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NAMES = (CONFIG_NAME, WEIGHTS_NAME, MASK_NAME, EXTRAS_NAME)
 _OUTSIDE = ("fc", "hidden_norm", "norm")
 _OF_A_LAYER = (
     *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
@@ -66,12 +67,13 @@ def drafter_folder(model: str) -> Path:
         from huggingface_hub import snapshot_download
 
         try:
-            folder = Path(snapshot_download(model, allow_patterns=list(_NAMES)))
+            folder = Path(snapshot_download(model, allow_patterns=list(FILES)))
         except Exception as error:
             raise SpecExtError(
                 f"the drafter {shown(model)} is neither a folder here nor readable from the "
                 f"Hugging Face Hub ({type(error).__name__}: {error})"
             ) from error
+    check_all_readable(folder, FILES)
     reason = _why_not(folder)
     if reason is not None:
         raise SpecExtError(
@@ -83,7 +85,7 @@ def drafter_folder(model: str) -> Path:
 
 def drafter_files(folder: Path) -> Mapping[str, bytes]:
     """Content of the files of a drafter, by name."""
-    paths = {name: folder / name for name in _NAMES}
+    paths = {name: folder / name for name in FILES}
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 
 
@@ -98,12 +100,13 @@ def read_version(folder: Path) -> Version:
     """Read a folder.
 
     Raises:
-        SpecExtError: A file is missing or damaged, or a value is not finite.
+        SpecExtError: A file is missing, damaged or cannot be read, or a value is not finite.
     """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    check_all_readable(folder, FILES)
     try:
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         layers = load_file(folder / WEIGHTS_NAME)

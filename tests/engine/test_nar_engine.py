@@ -21,6 +21,7 @@ from save_drafts import save_draft
 from scenarios import PROMPTS, SCENARIOS, SEVERAL, Scenario
 from test_bad_input import start
 from test_greedy_identity import runner_of
+from unreadable_files import make_unreadable
 
 from vllm_spec_ext.engine.drafting.draft_budget import UNLIMITED
 from vllm_spec_ext.engine.drafting.step_drafts import StepDrafts
@@ -543,6 +544,9 @@ def test_extras_that_are_damaged(tiny_model: Path, tmp_path: Path) -> None:
         refused(f"extras.safetensors: draft_vocab {words}")
     file.write_bytes(whole[:-10])
     refused(r"extras.safetensors is damaged \(")
+    make_unreadable(file)
+    refused("extras.safetensors cannot be read: Input/output error; expected a file that")
+    file.unlink()
     changed = load(whole)
     changed["copy_gate"][0, 0] = float("nan")
     file.write_bytes(save(changed))

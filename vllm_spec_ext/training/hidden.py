@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_spec_ext.atomic import not_readable, write_bytes
+from vllm_spec_ext.atomic import write_bytes
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.tensor_files import reading
 from vllm_spec_ext.training.batches import Batch, make_batch, used_lengths
 from vllm_spec_ext.training.schema import Training
 from vllm_spec_ext.training.shards import TokenData, open_manifest, states_path
@@ -190,7 +191,7 @@ def _stored_states(
     first_columns: NDArray[np.integer[Any]],  # [num_sequences] position of its first row
     advice: str,
 ) -> HiddenSource:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     dtype = next(target.model.parameters()).dtype
     files: dict[int, Any] = {}
@@ -198,13 +199,9 @@ def _stored_states(
     def rows_of(number: int) -> Tensor:
         shard, first = divmod(number, per_shard)
         if shard not in files:
-            try:
+            with reading(path_of(shard), advice):
                 files[shard] = safe_open(str(path_of(shard)), framework="pt")
                 found = tuple(files[shard].get_slice("hidden").get_shape())
-            except OSError as error:
-                raise SpecExtError(f"{path_of(shard)} {not_readable(error)}") from error
-            except SafetensorError as error:
-                raise SpecExtError(f"{path_of(shard)} is damaged ({error}); {advice}") from error
             low = shard * per_shard
             expected = (int(sizes[low : low + per_shard].sum()), width)
             if found != expected:

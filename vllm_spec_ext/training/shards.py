@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.atomic import read_json, write_bytes, write_json
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.tensor_files import check_readable
 
 MANIFEST_NAME = "manifest.json"
 
@@ -150,6 +151,7 @@ def read_data(folder: Path) -> TokenData:
     tokens, lengths, prompts = [], [], []
     for index in range(num_shards):
         path = shard_path(folder, index)
+        check_readable(path)
         try:
             part = load(path.read_bytes())
             tokens.append(part["token_ids"])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from unreadable_files import make_unreadable, said_to_be_unreadable
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.online.draft_student import DraftModelStudent
@@ -179,6 +180,13 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SpecExtError, match="holds no draft model"):
         student_of(tmp_path)
+
+
+def test_weights_that_cannot_be_read_are_not_called_damaged(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "draft")
+    make_unreadable(folder / "model.safetensors")
+    with said_to_be_unreadable(folder / "model.safetensors"):
+        read_tensors(folder)
 
 
 def test_weights_that_lie_there_twice_are_one_version(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from unreadable_files import make_unreadable, said_to_be_unreadable
 
 from vllm_spec_ext.atomic import DiskFullError, replace_folder, write_bytes
 from vllm_spec_ext.errors import SpecExtError, UnknownNameError
@@ -124,6 +125,9 @@ def test_shards_round_trip_and_refusals(tmp_path: Path) -> None:
     path = shard_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(SpecExtError, match="is damaged"):
+        read_data(tmp_path)
+    make_unreadable(path)
+    with said_to_be_unreadable(path):
         read_data(tmp_path)
 
 

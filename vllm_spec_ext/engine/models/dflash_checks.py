@@ -5,16 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
-
 from vllm_spec_ext.engine.models.dflash_checkpoint import DFlashFacts, extras_file
 from vllm_spec_ext.engine.models.same_ids import why_ids_differ
 from vllm_spec_ext.engine.models.weight_files import tensor_shapes
 from vllm_spec_ext.engine.starting.target_tokenizer import load_tokenizer
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint
 from vllm_spec_ext.proposers.draft_columns import ids_problem, shapes_and_ids
 from vllm_spec_ext.proposers.nar.guesses import SlotGuesses
 from vllm_spec_ext.proposers.nar.layout import EXTRAS_NAME, NarConfig
+from vllm_spec_ext.tensor_files import reading
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
@@ -210,9 +210,10 @@ def _extras(facts: DFlashFacts, file: Path | None) -> Iterator[str]:
         yield f"found no {EXTRAS_NAME}, expected what its config.json lists; {_AGAIN}"
         return
     try:
-        found, listed = shapes_and_ids(file)
-    except (SafetensorError, OSError) as error:
-        yield f"{EXTRAS_NAME} is damaged ({error}); {_AGAIN}"
+        with reading(file, _AGAIN):
+            found, listed = shapes_and_ids(file)
+    except SpecExtError as error:
+        yield str(error)
         return
     expected = expected_extras(facts.nar, facts.block_size - 1, facts.hidden_size)
     wrong = sorted(name for name in expected | found if expected.get(name) != found.get(name))

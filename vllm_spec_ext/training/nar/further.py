@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME
+from vllm_spec_ext.proposers.nar.layout import CONFIG_NAME, FILES
+from vllm_spec_ext.tensor_files import check_all_readable
 from vllm_spec_ext.training.nar.model import DrafterConfig, NarDrafter
 from vllm_spec_ext.training.nar.schema import NarTraining
 from vllm_spec_ext.training.target import Target
@@ -22,6 +23,7 @@ def read_drafter(folder: Path) -> NarDrafter:
     """
     from safetensors import SafetensorError
 
+    check_all_readable(folder, FILES)
     if not (folder / CONFIG_NAME).is_file():
         raise SpecExtError(
             f"{folder} holds no {CONFIG_NAME}; expected the folder of a finished drafter, as "

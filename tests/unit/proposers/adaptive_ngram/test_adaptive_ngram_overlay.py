@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from unreadable_files import make_unreadable, said_to_be_unreadable
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.adaptive_ngram import overlay as module
@@ -222,6 +223,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "overlay.safetensors"
     save_overlay(path, pool, "sha256:a", V)
     assert [item.name for item in path.parent.iterdir()] == [path.name]
+    assert path.stat().st_mode & 0o777 == 0o600  # it holds what people wrote
     other, _ = make_pool()
     load_overlay(path, other, "sha256:a", V)
     assert row_of(other, 0, 1, 2) == {3: 2.0}
@@ -233,7 +235,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     with pytest.raises(SpecExtError, match="shared_buckets"):
         load_overlay(path, make_pool(buckets=32)[0], "sha256:a", V)
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(SpecExtError, match="cannot read"):
+    with pytest.raises(SpecExtError, match="is damaged"):
         load_overlay(path, other, "sha256:a", V)
     pool.arrays.weights[0, 0, 0] = np.inf
     save_overlay(path, pool, "sha256:a", V)
@@ -306,7 +308,7 @@ def test_overlays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for other, words in (
         (saved(tmp_path / "larger", [1, 2, 3], 128), "512 rows, expected"),
         (saved(tmp_path / "foreign", [1, 2, 3], fingerprint="sha256:b"), "merge overlays of one"),
-        (tmp_path / "broken", "cannot read overlay"),
+        (tmp_path / "broken", "overlay .*broken is damaged .*; leave it out"),
     ):
         with pytest.raises(SpecExtError, match=words):
             merge_overlays([one, other], tmp_path / "merged")
@@ -314,6 +316,9 @@ def test_overlays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
     save_file({"a": np.zeros(1)}, tmp_path / "else")
     with pytest.raises(SpecExtError, match="give files that adaptive_ngram saved"):
+        merge_overlays([tmp_path / "else"], tmp_path / "merged")
+    make_unreadable(tmp_path / "else")
+    with said_to_be_unreadable(tmp_path / "else"):
         merge_overlays([tmp_path / "else"], tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
+from unreadable_files import make_unreadable, said_to_be_unreadable
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.blockwise import heads as heads_module
@@ -259,6 +260,16 @@ def test_damaged_and_missing_files_are_refused(folder: Path, tmp_path: Path) -> 
             load_heads(folder)
     (folder / "config.json").write_text('{"model_type"')
     with pytest.raises(SpecExtError, match=r"config.json is damaged"):
+        load_heads(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_files_that_cannot_be_read_are_not_called_damaged(name: str, folder: Path) -> None:
+    """Nobody should train anew, or fetch again, what is whole."""
+    make_unreadable(folder / name)
+    with said_to_be_unreadable(folder / name):
+        check_heads(folder)
+    with said_to_be_unreadable(folder / name):
         load_heads(folder)
 
 

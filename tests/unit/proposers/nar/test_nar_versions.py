@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from unreadable_files import make_unreadable, said_to_be_unreadable
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.nar.layout import (
@@ -79,6 +80,16 @@ def test_everything_but_the_context_side_may_differ(tmp_path: Path) -> None:
     half = read_version(tmp_path / "half")
     NarDrafter.load(tmp_path / "half").save(tmp_path / "again")
     check_same_drafter(half, read_version(tmp_path / "again"), tmp_path)
+
+
+@pytest.mark.parametrize("name", [CONFIG_NAME, WEIGHTS_NAME, MASK_NAME, EXTRAS_NAME])
+def test_files_that_cannot_be_read_are_not_called_damaged(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "own")
+    make_unreadable(folder / name)
+    with said_to_be_unreadable(folder / name):
+        read_version(folder)
+    with said_to_be_unreadable(folder / name):
+        drafter_folder(str(folder))
 
 
 def test_damaged_folders(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toy_language import save_word_tokenizer
+from unreadable_files import make_unreadable, said_to_be_unreadable
 
 from vllm_spec_ext.atomic import DiskFullError
 from vllm_spec_ext.errors import SpecExtError
@@ -374,6 +375,9 @@ def test_evaluation_refuses_another_shape(settings: Settings) -> None:
     weights = config.out / WEIGHTS_NAME
     weights.write_bytes(weights.read_bytes()[:-9])
     with pytest.raises(SpecExtError, match="is damaged"):
+        train_nar(settings(stage="eval"), quiet)
+    make_unreadable(weights)
+    with said_to_be_unreadable(weights):
         train_nar(settings(stage="eval"), quiet)
 
 
