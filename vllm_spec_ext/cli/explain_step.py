@@ -31,6 +31,7 @@ from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.base import Draft, Proposer, StepContext, StepOutcome
 from vllm_spec_ext.proposers.draft_tree import agreeing_path, parents_of
 from vllm_spec_ext.replay import Recording, replay
+from vllm_spec_ext.whole_text import check_whole
 
 ENGINE = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 1}
 DEFAULT_PROMPT = "Write a Python class for a stack with push, pop and peek."
@@ -256,6 +257,8 @@ def explain_step(
     if len(grid) != 1:
         raise SpecExtError("--set: one value for each option; grids are for `vllm-spec simulate`")
     check_writable(svg)
+    if prompt is not None:  # a byte that is no UTF-8 becomes half a character (PEP 383)
+        check_whole(prompt, "--prompt", "text", "remove it, or give the text in UTF-8")
     target = model or demo_model()
     if recordings is not None:
         steps = replayed(recordings, index, method, grid[0], target)

@@ -2,6 +2,7 @@
 """What explain-step makes of drafts and recordings, and what it refuses; no engine."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from vllm_spec_ext.cli.explain_step import (
     show,
     verified_by,
 )
+from vllm_spec_ext.cli.main import main
 from vllm_spec_ext.engine.watching.step_log import StepLog
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.base import Draft, chain
@@ -161,3 +163,17 @@ def test_contradicting_options_are_refused() -> None:
         explain_step(prompt="a", prompt_file="b")
     with pytest.raises(SpecExtError, match="one value"):
         explain_step(settings=["max_depth=1,2"])
+
+
+def test_a_prompt_with_half_a_character_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal that writes Latin-1; no model is fetched or started for it."""
+    monkeypatch.setattr(module, "demo_model", lambda: 1 / 0)
+    given = os.fsdecode("caf\u00e9".encode("latin-1"))
+    with pytest.raises(SystemExit) as stop:
+        main(["explain-step", "--prompt", given])
+    assert stop.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert r"--prompt: the text holds half a character, '\udce9' at 3; remove it, or give" in said
+    assert "Traceback" not in said
