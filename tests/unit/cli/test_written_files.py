@@ -6,7 +6,11 @@ import errno
 import json
 import os
 import resource
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from vllm_spec_ext.bench.saved import to_json
 from vllm_spec_ext.bench.served import Load, Pass
 from vllm_spec_ext.cli import bench, plan, plan_drafts
 from vllm_spec_ext.cli.main import main
-from vllm_spec_ext.cli.written_files import write_result
+from vllm_spec_ext.cli.written_files import check_writable, write_result
 from vllm_spec_ext.errors import SpecExtError
 
 FORMER = "the former result"
@@ -128,6 +132,104 @@ def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
     with file.open("wb") as writer:  # as /dev/stdout, where the output goes to a file
         write_result(Path(f"/dev/fd/{writer.fileno()}"), "text")
         assert os.fstat(writer.fileno()).st_ino == file.stat().st_ino
+
+
+def read_all(path: Path) -> "Future[bytes]":
+    """What somebody writes into a pipe, until he closes it."""
+    return ThreadPoolExecutor(1).submit(path.read_bytes)
+
+
+@pytest.mark.parametrize("line", WRITERS)
+def test_every_command_writes_into_a_pipe(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    make_inputs(monkeypatch)
+    pipe = Path(line.rsplit(maxsplit=1)[-1])
+    os.mkfifo(pipe)
+    found = read_all(tmp_path / pipe)
+    with pytest.raises(SystemExit) as stop:
+        main(line.split())
+    assert stop.value.code == 0
+    assert len(found.result(60)) > 64
+    assert pipe.is_fifo()
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_a_pipe_takes_more_than_it_holds(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    found, data = read_all(pipe), os.urandom(1 << 20)
+    write_result(pipe, data)
+    assert found.result(60) == data
+
+
+def test_a_terminal_is_written_to() -> None:
+    ours, theirs = os.openpty()
+    try:
+        name = Path(os.ttyname(theirs))
+        check_writable(name)
+        write_result(name, "text")
+        assert os.read(ours, 100) == b"text"
+        assert name.is_char_device()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_a_file_that_the_output_goes_to_keeps_what_it_has(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    with file.open("ab") as output:  # >> file
+        output.write(b"before\n")
+        output.flush()
+        name = Path(f"/dev/fd/{output.fileno()}")
+        link.symlink_to(name)
+        for path in (name, link, Path(f"/proc/self/fd/{output.fileno()}")):
+            check_writable(path)
+            write_result(path, "text\n")
+        output.write(b"behind\n")
+    assert file.read_text() == "before\ntext\ntext\ntext\nbehind\n"
+
+
+@pytest.mark.parametrize("mode", ["wb", "ab"])
+def test_standard_output_that_goes_to_a_file(mode: str, tmp_path: Path) -> None:
+    """What was printed stays before the result, and what is printed comes behind it."""
+    lines = (
+        "from pathlib import Path",
+        "from vllm_spec_ext.cli.written_files import check_writable, write_result",
+        "print('first')",
+        "check_writable(Path('/dev/stdout'))",
+        "write_result(Path('/dev/stdout'), 'result\\n')",
+        "print('last')",
+    )
+    file = tmp_path / "file"
+    file.write_text("before\n")
+    with file.open(mode) as output:
+        subprocess.run([sys.executable, "-c", "\n".join(lines)], stdout=output, check=True)
+    before = "before\n" if mode == "ab" else ""
+    assert file.read_text() == f"{before}first\nresult\nlast\n"
+
+
+def test_a_socket_as_output_is_written_to() -> None:
+    """Of a service manager, say; no name of it can be opened."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        name = Path(f"/dev/fd/{theirs.fileno()}")
+        check_writable(name)
+        write_result(name, "text")
+        assert ours.recv(100) == b"text"
+
+
+def test_what_is_not_open_for_writing_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with file.open("rb") as reader:
+        name = Path(f"/dev/fd/{reader.fileno()}")
+        with pytest.raises(SpecExtError, match="it is not open for writing; give another"):
+            check_writable(name)
+    with pytest.raises(SpecExtError, match="it is not open for writing; give another"):
+        check_writable(name)  # closed
 
 
 def test_a_full_disk_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
