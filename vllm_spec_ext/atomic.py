@@ -5,6 +5,7 @@ import errno
 import json
 import math
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -41,27 +42,44 @@ def disk_full_named(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A binary file that appears under ``path`` only when the block ends without an error.
+
+    Several threads, processes and machines may write one at a time; the last one stays.
+
+    Args:
+        path: Its folder is made if missing.
+        mode: Who may do what with it, but for what the umask takes away.
+
+    Raises:
+        OSError: As the system says it; nothing has changed on disk.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """As :func:`whole_file`, for commands that go on where they stopped.
 
     What processes that were killed left of it more than an hour ago is removed.
 
     Raises:
         DiskFullError: No space (or quota) left; nothing has changed on disk.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     with disk_full_named(path):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            remove_partials(path.parent, path.name, _ABANDONED_S)
-            with open(partial, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        remove_partials(path.parent, path.name, _ABANDONED_S)
+        with whole_file(path) as file:
+            yield file
 
 
 def remove_partials(root: Path, name: str, min_age_s: float = 0.0) -> None:

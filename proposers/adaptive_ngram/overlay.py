@@ -8,15 +8,13 @@ construction, so memory stays constant for ever. A slot's generation is part of 
 a slot only raises the generation, which empties all its rows at once.
 """
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_spec_ext.atomic import PARTIAL
+from vllm_spec_ext.atomic import whole_file
 from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import check_fingerprint
@@ -27,6 +25,7 @@ SUCCESSORS = 8
 LAST_GENERATION = (1 << 22) - 1
 FILE_VERSION = "1"
 KIND = "adaptive_ngram.overlay"
+_OWNERS_ALONE = 0o600  # it holds what people wrote
 
 _OPTION = "overlay_file "
 _AGAIN = "delete the file or choose another overlay_file"
@@ -269,17 +268,8 @@ def write_overlay(
             "vocab_size": str(vocab_size),
         },
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PARTIAL)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with whole_file(path, _OWNERS_ALONE) as file:
+        file.write(data)
 
 
 def check_overlay(path: Path, fingerprint: str, vocab_size: int, num_buckets: int) -> None:
