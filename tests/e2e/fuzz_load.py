@@ -30,7 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from published_runs import ONE_PROCESS, environment
-from request_fuzz import GOOD, MAX_MODEL_LEN, VLLMS_OWN, FuzzRequest, generate, good_body
+from request_fuzz import (
+    GOOD,
+    MAX_MODEL_LEN,
+    RESPONSES,
+    VLLMS_OWN,
+    FuzzRequest,
+    generate,
+    good_body,
+)
 
 from vllm_spec_ext.cli import vllm_metadata
 from vllm_spec_ext.proposers import registry
@@ -40,6 +48,7 @@ AT_ONCE = 64
 LIMIT_S = 120.0  # no answer by then is a hang
 START_S = 300.0
 MAX_GROWTH_BYTES = 150 << 20  # it was 25 to 50 MiB, behind 10,000 requests, too
+_LAST_EVENT = "event: response.completed"
 SOON_READ = 4096  # characters of options that are looked at before a stream's status is sent
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "input_copy": {"method": "input_copy", "num_speculative_tokens": 8},
@@ -80,6 +89,7 @@ class Report:
     """What became of all requests."""
 
     statuses: Counter[str] = field(default_factory=Counter)
+    routes: Counter[str] = field(default_factory=Counter)  # of answers that came to their end
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
     memory_bytes: list[int] = field(default_factory=list)  # after each tenth of the requests
@@ -96,6 +106,7 @@ class Report:
         memory = ", ".join(str(value >> 20) for value in self.memory_bytes)
         lines = [f"{sum(self.statuses.values())} requests in {self.seconds:.0f} s"]
         lines += [f"  {status}: {count}" for status, count in sorted(self.statuses.items())]
+        lines += [f"  {route}: {count}" for route, count in sorted(self.routes.items())]
         lines += [f"memory of the server's processes, MiB: {memory}"]
         return "\n".join([*lines, f"failures: {len(self.failures)}", *self.failures[:20]])
 
@@ -215,12 +226,15 @@ async def _fuzz(server: Server, method: str, seed: int, count: int) -> Report:
 async def _text(session: Any, server: Server, index: int) -> str:
     url = f"{server.url}/v1/{GOOD[index][0]}"
     async with session.post(url, json=good_body(index, NAME)) as answer:
-        return _text_of(json.loads(await answer.read()))
+        return _texts_of(json.loads(await answer.read()))[0]
 
 
-def _text_of(answer: dict[str, Any]) -> str:
-    choice = answer["choices"][0]
-    return choice["text"] if "text" in choice else choice["message"]["content"]
+def _texts_of(answer: dict[str, Any]) -> list[str]:
+    if "output" in answer:
+        parts = [part for item in answer["output"] for part in item["content"]]
+        return ["".join(part["text"] for part in parts)]
+    choices = answer["choices"]
+    return [one["text"] if "text" in one else one["message"]["content"] for one in choices]
 
 
 async def send(
@@ -240,6 +254,7 @@ async def send(
     """
     import aiohttp
 
+    body = b""
     try:
         async with asyncio.timeout(request.leave_after_s):
             async with session.post(
@@ -247,7 +262,9 @@ async def send(
                 data=request.body,
                 headers={"Content-Type": "application/json"},
             ) as answer:
-                status, body = answer.status, await answer.read()
+                status = answer.status
+                async for part in answer.content.iter_any():
+                    body += part
     except TimeoutError:
         if request.leave_after_s is None:
             report.statuses["hung"] += 1
@@ -256,25 +273,47 @@ async def send(
             report.statuses["left early"] += 1
         return None
     except (aiohttp.ClientError, OSError) as error:
+        if _is_refused_by_silence(request, body.decode(errors="replace")):
+            report.statuses["refused by silence"] += 1
+            return None
         report.statuses["broken"] += 1
         report.fail(request, f"the connection broke: {error!r}")
         return None
     sent_first = status
     status, message = _outcome(status, body.decode(errors="replace"))
     report.statuses[str(status)] += 1
+    report.routes[request.route] += 1
     wrong = _judge(request, status, message, came_late=status != sent_first)
     if (
         wrong is None
         and request.good is not None
-        and _text_of(json.loads(body)) != texts[request.good]
+        and _texts_of(json.loads(body))[0] != texts[request.good]
     ):
         wrong = f"the text is not that of an idle server: {body.decode()!r}"
     if wrong is not None:
         report.fail(request, wrong)
     if not request.same or status != 200:
         return None
-    choices = json.loads(body)["choices"]
-    return json.dumps([_text_of({"choices": [choice]}) for choice in choices])
+    return json.dumps(_texts_of(json.loads(body)))
+
+
+def _is_refused_by_silence(request: FuzzRequest, text: str) -> bool:
+    """Whether a stream of ``/v1/responses`` was closed before its first token, for a reason.
+
+    What vLLM finds wrong once an answer is streamed has no event there (0.32
+    ``responses_stream_generator`` catches ``GenerationError`` alone), and no client sees why.
+    """
+    events = re.findall(r"^event: (.*)$", text, re.MULTILINE)
+    may_be_wrong = request.expect == "any" or (
+        request.expect == "refused" and _is_told_late(request)
+    )
+    begun = ["response.created", "response.in_progress"]
+    return request.route == RESPONSES and events == begun and may_be_wrong
+
+
+def _is_told_late(request: FuzzRequest) -> bool:
+    """Whether its options are of a kind that the prompt, or a long look, tells to be wrong."""
+    return len(request.body) > SOON_READ or b"source_" in request.body
 
 
 def _outcome(status: int, text: str) -> tuple[int, str]:
@@ -293,8 +332,11 @@ def _judge(
         return f"HTTP {status}: {message[:1000]}"
     if len(message) > 20_000 and status >= 400 and request.names:
         return f"HTTP {status} with a message of {len(message)} characters"
+    if status == 200 and request.expect == "refused":
+        return "accepted a wrong option"
     if status == 200:
-        return "accepted a wrong option" if request.expect == "refused" else None
+        is_cut = request.stream and request.route == RESPONSES and _LAST_EVENT not in message
+        return "a stream without an end" if is_cut else None
     if request.expect == "accepted":
         return f"HTTP {status} for a right request: {message[:1000]}"
     plain = message.replace("\\\\", "\\")
@@ -318,10 +360,11 @@ def _may_come_late(request: FuzzRequest, message: str) -> bool:
 def replay_vllms_own(server: Server) -> dict[str, int]:
     """Statuses of what is not generated; a plain server's show that they are vLLM's own."""
     statuses = {}
-    for shape, body in VLLMS_OWN.items():
+    for shape, (route, body) in VLLMS_OWN.items():
+        length = "max_output_tokens" if route == RESPONSES else "max_tokens"
         request = urllib.request.Request(
-            f"{server.url}/v1/completions",
-            json.dumps({"model": NAME, "max_tokens": 2, **body}).encode(),
+            f"{server.url}/v1/{route}",
+            json.dumps({"model": NAME, length: 2, **body}).encode(),
             {"Content-Type": "application/json"},
         )
         try:

@@ -14,10 +14,14 @@ from typing import Any, Literal
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 256
 
-# Shapes of bodies that plain vLLM 0.32 answers with HTTP 500, and a body of each.
-VLLMS_OWN: dict[str, dict[str, Any]] = {
-    "structured_outputs that is no object": {"prompt": "a", "structured_outputs": [0, 1]},
-    "a parameter with a lone surrogate": {"prompt": "a", "stop": "\ud800"},
+RESPONSES = "responses"
+# Shapes of bodies that plain vLLM 0.32 answers with HTTP 500: a route and a body of each.
+VLLMS_OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "structured_outputs that is no object": (
+        "completions",
+        {"prompt": "a", "structured_outputs": [0, 1]},
+    ),
+    "a parameter with a lone surrogate": ("completions", {"prompt": "a", "stop": "\ud800"}),
 }
 
 Expectation = Literal["accepted", "refused", "any"]
@@ -137,6 +141,15 @@ OWN_FIELDS = [
     *("stream", "stream_options", "cache_salt", "add_special_tokens", "top_logprobs", "user"),
     *("prompt", "messages", "model", "vllm_xargs", "suffix", "best_of", "length_penalty"),
 ]
+RESPONSES_FIELDS = [
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "priority"),
+    *("structured_outputs", "cache_salt", "user", "model", "vllm_xargs", "stream"),
+    *("input", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "include"),
+    *("parallel_tool_calls", "previous_response_id", "reasoning", "service_tier", "store"),
+    *("background", "text", "tool_choice", "tools", "top_logprobs", "truncation", "prompt"),
+    *("include_reasoning", "previous_input_messages", "chat_template_kwargs"),
+]
 OWN_VALUES: dict[str, list[Any]] = {
     "logprobs": [0, 1, 5, 99, True],
     "prompt_logprobs": [0, 2, -1],
@@ -150,6 +163,27 @@ OWN_VALUES: dict[str, list[Any]] = {
     "prompt": [[[1, 2], [3]], ["a", "b"], [VOCAB_SIZE], [2**40], [-1], [], [[]], "a " * 9000],
     "messages": [[], [{}], [{"role": "user"}], [{"role": "wizard", "content": "x"}]],
     "vllm_xargs": [{}, {"x": 1}, {"x": {}}, {"spec_ext": {}}, {"spec_ext.x": None}],
+    "input": [
+        *([], [{}], [{"role": "user"}], [{"role": "wizard", "content": "x"}], "a " * 9000),
+        [{"role": "user", "content": [{"type": "input_text", "text": "é漢🙂"}]}],
+        [{"type": "message", "role": "assistant", "content": [{"type": "output_text"}]}],
+        *([{"type": "function_call"}], [{"type": "reasoning"}], [{"type": "none of these"}]),
+    ],
+    "max_output_tokens": [0, 1, 9999, -1],
+    "include": [["message.output_text.logprobs"], ["none of these"]],
+    "top_logprobs": [0, 2, 99],
+    "text": [
+        *({"format": {"type": "json_object"}}, {"format": {"type": "none of these"}}),
+        {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}},
+        {"verbosity": "low"},
+    ],
+    "tools": [[{}], [{"type": "function"}], [{"type": "web_search_preview"}]],
+    "tool_choice": ["none", "auto", "required", {"type": "function", "name": "a"}],
+    "reasoning": [{"effort": "low"}, {"effort": "none of these"}, {"summary": "auto"}],
+    "truncation": ["auto", "disabled"],
+    "service_tier": ["flex"],
+    "metadata": [{"a": "b"}],
+    "previous_response_id": ["resp_1"],
 }
 
 TEXTS = [
@@ -170,6 +204,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
         "completions",
         {"prompt": TEXTS[1], **_GREEDY, "vllm_xargs": {"spec_ext.max_draft_tokens": 2}},
     ),
+    (RESPONSES, {"input": TEXTS[4], "temperature": 0, "max_output_tokens": 16}),
 ]
 
 
@@ -216,19 +251,20 @@ def generate_mixed(seed: int, model: str, fields: list[str]) -> Iterator[FuzzReq
 
 def _same(rng: random.Random, model: str, fields: list[str]) -> FuzzRequest:
     """Greedy or seeded, with any options of ours; prompts of a few tokens to most of the room."""
-    route = rng.choice(["completions", "completions", "chat/completions"])
+    route = rng.choice(["completions", "completions", "chat/completions", RESPONSES])
     sampling = dict(rng.choice(SAME_SAMPLING))
     if sampling["temperature"]:
         sampling["seed"] = rng.randrange(2**31)
-    if route == "chat/completions":
+    if route in ("chat/completions", RESPONSES):
         text = " ".join(rng.choices(TEXTS, k=rng.randrange(1, 3)))
-        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+        prompt = _chat(route, text)
     elif rng.random() < 0.3:
         prompt = {"prompt": rng.choice(TEXTS)[: rng.randrange(1, 20)]}
     else:
         piece = [rng.randrange(3, 400) for _ in range(rng.randrange(3, 60))]
         prompt = {"prompt": (piece * LONG_PROMPT)[: rng.randrange(8, LONG_PROMPT)]}
-    draft = _Draft({"model": model, **prompt, **sampling, "max_tokens": rng.randrange(4, 49)})
+    length = {_length_field(route): rng.randrange(4, 49)}
+    draft = _Draft({"model": model, **prompt, **sampling, **length})
     if rng.random() < 0.15:
         draft.body.update(rng.choice(STRUCTURES[:3]))
     names = [name for name in fields if name != "scorer"]
@@ -292,7 +328,7 @@ def _own_odd(rng: random.Random, model: str, fields: list[str]) -> FuzzRequest:
     route, draft = _plain(rng, model)
     draft.expect = "any"
     for _ in range(rng.randrange(1, 3)):
-        name = rng.choice(OWN_FIELDS)
+        name = rng.choice(RESPONSES_FIELDS if route == RESPONSES else OWN_FIELDS)
         values = [value for value in OWN_VALUES.get(name, []) + ODD_VALUES if value != "\ud800"]
         if name == "structured_outputs":
             values = [value for value in values if value is None or isinstance(value, dict)]
@@ -332,16 +368,27 @@ def _plain(rng: random.Random, model: str) -> tuple[str, _Draft]:
     """A request that vLLM takes."""
     text = rng.choice(TEXTS)
     text = text[: rng.randrange(1, len(text) + 1)]
-    route = rng.choice(["completions", "chat/completions"])
-    if route == "chat/completions":
-        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+    route = rng.choice(["completions", "chat/completions", RESPONSES])
+    if route in ("chat/completions", RESPONSES):
+        prompt = _chat(route, text)
     elif rng.random() < 0.4:
         ids = [rng.randrange(3, 400) for _ in range(rng.randrange(1, 80))]
         prompt = {"prompt": ids * rng.randrange(1, 3)}
     else:
         prompt = {"prompt": text}
-    body = {"model": model, **prompt, **rng.choice(OWN_RIGHT), "max_tokens": rng.randrange(2, 24)}
-    return route, _Draft(body)
+    length = {_length_field(route): rng.randrange(2, 24)}
+    return route, _Draft({"model": model, **prompt, **rng.choice(OWN_RIGHT), **length})
+
+
+def _chat(route: str, text: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    if route == RESPONSES:
+        return {"input": text if len(text) % 2 else messages}
+    return {"messages": messages}
+
+
+def _length_field(route: str) -> str:
+    return "max_output_tokens" if route == RESPONSES else "max_tokens"
 
 
 def _spell(rng: random.Random, draft: _Draft, options: dict[str, Any]) -> None:

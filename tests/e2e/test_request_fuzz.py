@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from fuzz_load import CONFIGURATIONS, MAX_GROWTH_BYTES, NAME, Server, fuzz, serving
 from process_samples import Sample, grew
-from request_fuzz import RIGHT, WRONG, generate
+from request_fuzz import RESPONSES, RIGHT, WRONG, generate
 
 from vllm_spec_ext.cli.plugin_visibility import invisible_because
 from vllm_spec_ext.proposers import registry
@@ -115,6 +115,9 @@ def test_no_request_harms_a_server(configuration: str, model: Path, tmp_path: Pa
     assert sum(report.statuses.values()) == COUNT
     assert report.statuses["200"] > COUNT / 5
     assert report.statuses["400"] > COUNT / 5
+    assert min(report.routes[name] for name in ("completions", "chat/completions", RESPONSES)) > (
+        COUNT / 10
+    )
     assert grown < replicas * MAX_GROWTH_BYTES, f"{grown >> 20} MiB more\n{report.text()}"
     assert len(finished) == replicas
     assert min(finished.values()) > COUNT / 20, finished
