@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates with two tensor-parallel ranks; a script, not a test.
 
-Each line of standard input holds ``{"engine": arguments of LLM, "results": file}``; the results are
-tokens of :data:`NAMES` and what both ranks did, and a line of standard output says that they are
-there, or that there are none. Every engine has processes of its own, and all are forked from this
-one, which has imported vLLM: that takes longer than what they do.
+Each line of standard input holds ``{"engine": arguments of LLM, "results": file, "token_costs":
+[...]}``; the results are tokens of :data:`NAMES` and what both ranks did, and a line of standard
+output says that they are there, or that there are none. With costs no clock decides what is
+drafted: steps take what they say, and a repetitive text is generated once at each of them. Every
+engine has processes of its own, and all are forked from this one, which has imported vLLM: that
+takes longer than what they do.
 """
 
 import importlib
@@ -13,6 +15,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -25,7 +28,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 from generation import run, tokens
 from one_process import once
-from scenarios import SCENARIOS, Scenario
+from scenarios import REPETITIVE, SCENARIOS, Scenario
 from vllm import LLM
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.triton_utils import dispatcher
@@ -85,16 +88,73 @@ def drafting(worker: Any) -> str:
     return "late" if getattr(worker.model_runner, "late_steps", None) is not None else "waiting"
 
 
+def watch_drafts(worker: Any) -> None:
+    """From now on, keep what this rank takes for the drafts of each step."""
+    step_drafts = worker.model_runner.step_drafts
+    make, decide, worker.drafts, worker.num_decided = step_drafts.make, step_drafts.decide, [], 0
+
+    def watched(*args: Any) -> list[list[int]]:
+        drafts = make(*args)
+        worker.drafts.append(drafts)
+        return drafts
+
+    def counted(*args: Any) -> Any:
+        worker.num_decided += 1
+        return decide(*args)
+
+    step_drafts.make, step_drafts.decide = watched, counted
+
+
+def drafts(worker: Any) -> list[list[list[int]]]:
+    """What was kept since this was asked for last: of each step, draft tokens of each request."""
+    kept, worker.drafts = worker.drafts, []
+    return kept
+
+
+def num_decided(worker: Any) -> int:
+    """Steps whose drafts this rank decided on, or that it let rest."""
+    return int(worker.num_decided)
+
+
+def without_clock(worker: Any) -> None:
+    """From now on, the budget of this rank is told other times than those that were measured."""
+    budget = worker.model_runner.step_drafts.budget
+    verified, drafted, rested = budget.verified, budget.drafted, budget.rested
+
+    def told_verified(
+        num_requests: int, num_drafted: int, num_emitted: int, time: Any, *more: int
+    ) -> None:
+        seconds = 0.03 * (1.0 + 0.02 * num_requests + worker.token_cost * num_drafted)
+        verified(num_requests, num_drafted, num_emitted, None if time is None else seconds, *more)
+
+    def told_drafted(times: dict[str, float]) -> None:
+        drafted(dict.fromkeys(times, 0.0003))
+
+    def told_rested(num_requests: int, *times: float) -> None:
+        rested(num_requests, 0.03 * (1.0 + 0.02 * num_requests), 0.00003)
+
+    budget.verified, budget.drafted, budget.rested = told_verified, told_drafted, told_rested
+
+
+def set_token_cost(worker: Any, cost: float) -> None:
+    """What a draft token adds to a step; what the second rank is told would end all drafts."""
+    worker.token_cost = cost if worker.rank == 0 else 1.0
+
+
 def verdicts(worker: Any) -> list[str]:
     """Why versions were kept or not; none elsewhere."""
     online = worker.model_runner.drafter.online
     return [] if online is None else [verdict.reason for verdict in online.state.verdicts]
 
 
-def generate(engine_arguments: dict[str, Any], results: Path) -> None:
+def generate(engine_arguments: dict[str, Any], results: Path, token_costs: Sequence[float]) -> None:
     """One engine; its scenarios, and what its ranks say of themselves."""
     engine = LLM(**engine_arguments, tensor_parallel_size=2)
     engine.collective_rpc(count_exchanges)
+    engine.collective_rpc(watch_drafts)
+    if token_costs:
+        engine.collective_rpc(without_clock)
+        engine.collective_rpc(set_token_cost, args=(token_costs[0],))
     found: dict[str, Any] = {name: tokens(run(engine, SCENARIOS[name])) for name in NAMES}
     found["accepted"] = sum(
         metric.value
@@ -111,6 +171,13 @@ def generate(engine_arguments: dict[str, Any], results: Path) -> None:
         count for counts in engine.collective_rpc(version_steps) for count in counts
     ]
     found["verdicts"] = [reason for each in engine.collective_rpc(verdicts) for reason in each]
+    found["drafts"] = engine.collective_rpc(drafts)
+    found["at_costs"] = []
+    for cost in token_costs:
+        engine.collective_rpc(set_token_cost, args=(cost,))
+        generated = tokens(run(engine, REPETITIVE))
+        found["at_costs"].append({"tokens": generated, "drafts": engine.collective_rpc(drafts)})
+    found["decided"] = engine.collective_rpc(num_decided)
     engine.collective_rpc("spec_ext_reset")
     found["again"] = tokens(run(engine, SCENARIOS["mixed_lengths"]))
     partial = results.with_suffix(".partial")
@@ -135,7 +202,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             try:
-                generate(given["engine"], Path(given["results"]))
+                generate(given["engine"], Path(given["results"]), given["token_costs"])
             except BaseException:
                 traceback.print_exc()
             finally:

@@ -86,6 +86,12 @@ SCENARIOS = {
     ),
 }
 
+REPETITIVE = Scenario(
+    [{"max_tokens": 120, "allowed_token_ids": [40, 42, 44], "ignore_eos": True}],
+    [PROMPTS[i] for i in (0, 5, 7)],
+)
+"""Long answers of three tokens, to short prompts."""
+
 SEVERAL = ("mixed_lengths", "prefix_reused", "penalties", "seeded", "max_model_len")
 """Of these, for variants of a method that has run all of them in another one."""
 

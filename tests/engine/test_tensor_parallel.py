@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from save_dflash import HEADS, random_drafter
 from save_drafts import save_draft
 from save_eagle3 import save_eagle3
-from scenarios import SCENARIOS
+from scenarios import REPETITIVE, SCENARIOS
 from test_blockwise_engine import save_random_heads
 from tiny_engine import ARGUMENTS
 
@@ -39,6 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "learning_block": {"method": "nar", "num_speculative_tokens": 12, "tree": True},
     "adaptive_chain": {"method": "input_copy", "num_speculative_tokens": 8, **ADAPTIVE},
     "adaptive_block": {"method": "nar", "num_speculative_tokens": 12, "tree": True, **ADAPTIVE},
+    "adaptive_auto": {"method": "auto", "num_speculative_tokens": 12, **ADAPTIVE},
     "cascade": {
         "method": "cascade",
         "levels": [{"method": "input_copy"}, {"model": "other"}, {"model": "self", "reviews": 3}],
@@ -55,7 +56,10 @@ METHODS: dict[str, dict[str, Any]] = {
         "draft_on_cpu": True,
     },
 }
-RESTING = {"adaptive_chain", "adaptive_block"}  # they draft where it pays
+RESTING = {"adaptive_chain", "adaptive_block", "adaptive_auto"}  # they draft where it pays
+# What a draft token adds to a step, in plain ones of one request: little, more than it can save,
+# and little again for as long as it takes to try once more.
+TOKEN_COSTS = {"adaptive_auto": (0.005, 0.5, *[0.005] * 5)}
 NAMES = ("mixed_lengths", "seeded", "few_tokens")
 
 
@@ -63,7 +67,8 @@ NAMES = ("mixed_lengths", "seeded", "few_tokens")
 def plain(make_engine: Any) -> dict[str, Any]:
     """What one rank generates without speculation."""
     engine = make_engine(max_num_batched_tokens=2048)
-    return {name: tokens(run(engine, SCENARIOS[name])) for name in NAMES}
+    scenarios = {**{name: SCENARIOS[name] for name in NAMES}, "repetitive": REPETITIVE}
+    return {name: tokens(run(engine, scenario)) for name, scenario in scenarios.items()}
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +94,11 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
     assert script.stdout is not None
     stdin, stdout = script.stdin, script.stdout
 
-    def run_engine(**arguments: Any) -> dict[str, Any]:
+    def run_engine(token_costs: Sequence[float] = (), **arguments: Any) -> dict[str, Any]:
         results = folder / f"{next(numbers)}.json"
         given = {**ARGUMENTS, "max_num_batched_tokens": 2048, **arguments}
-        stdin.write(json.dumps({"engine": given, "results": str(results)}) + "\n")
+        line = {"engine": given, "results": str(results), "token_costs": token_costs}
+        stdin.write(json.dumps(line) + "\n")
         stdin.flush()
         while stdout.readline() not in ("done\n", ""):  # whatever libraries print
             continue
@@ -154,6 +160,7 @@ def found(
         speculative_config=config,
         # The ranks choose one themselves, and the scheduler has to follow.
         block_size=None if request.param == "models" else 32,
+        token_costs=TOKEN_COSTS.get(request.param, ()),
     )
 
 
@@ -216,6 +223,31 @@ def test_one_rank_drafts(found: dict[str, Any]) -> None:
     assert leader > 50
     assert follower == 0
     assert found["accepted"] > 10  # untrained heads copy, and little more
+
+
+def test_both_ranks_take_the_same_drafts(found: dict[str, Any]) -> None:
+    one, other = found["drafts"]
+    assert one == other
+    leader, follower = found["decided"]
+    assert leader > 50
+    assert follower == 0
+
+
+@pytest.mark.parametrize("found", TOKEN_COSTS, indirect=True)
+def test_the_budget_of_one_rank_ends_drafts_of_both_and_lets_them_come_back(
+    found: dict[str, Any], plain: dict[str, Any]
+) -> None:
+    """No clock decides; the budget of the other rank, were it asked, would soon draft no more."""
+    by_cost = []
+    for at_cost in found["at_costs"]:
+        assert at_cost["tokens"] == plain["repetitive"]
+        one, other = at_cost["drafts"]
+        assert one == other
+        by_cost.append([sum(map(len, drafts)) for drafts in one])  # tokens, of each step
+    assert sum(by_cost[0]) > 100
+    assert any(by_cost[1])
+    assert sum(map(bool, by_cost[1][len(by_cost[1]) // 2 :])) <= 2  # a try now and then
+    assert sum(by_cost[-1]) > 100
 
 
 @pytest.mark.parametrize("found", ["models", "heads_and_models"], indirect=True)
