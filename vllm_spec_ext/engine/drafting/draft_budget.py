@@ -140,11 +140,18 @@ class DraftBudget:
         """The same, had nothing been lost: a share of what plain decoding takes for the window."""
         if self._plain_s is None:
             return _FIRST_LIMIT
-        usual = (self._window.mean_plain or self._plain_s) / self._plain_s
         if self._num_steps < _FIRST_STEPS:
-            return _FIRST_LIMIT * usual
-        idle = self._least_idle / self._plain_s
-        return max(_LEAST_LIMIT * usual, _LIMIT * usual - NUM_STEPS * (idle + _SHADOW * usual))
+            return _FIRST_LIMIT * self._usual(self._plain_s)
+        return max(_LEAST_LIMIT * self._usual(self._plain_s), self._beside_reading(self._plain_s))
+
+    def _usual(self, plain_s: float) -> float:
+        """What plain decoding takes for a step of the window, in steps that take `plain_s`."""
+        return (self._window.mean_plain or plain_s) / plain_s
+
+    def _beside_reading(self, plain_s: float) -> float:
+        """What may be lost over the window beside what reading and shadow drafts take."""
+        usual = self._usual(plain_s)
+        return _LIMIT * usual - NUM_STEPS * (self._least_idle / plain_s + _SHADOW * usual)
 
     @property
     def _usual_idle(self) -> float:
@@ -329,7 +336,10 @@ class DraftBudget:
             return Allowance(0, None, f"measuring plain steps with {num_requests} requests")
         drafting = self._usual_drafting(num_requests, found.plain_s)
         value = self._token_value(found, num_requests, drafting)
-        break_even = min(1.0, found.per_token * value)
+        # What is tried in hope may be lost, if reading does not take all that may be.
+        may_hope = self._beside_reading(found.plain_s) > _LEAST_LIMIT * self._usual(found.plain_s)
+        per_token = found.hoped_per_token if may_hope else found.per_token
+        break_even = min(1.0, per_token * value)
         fixed = max(0.0, found.extra(1) - found.per_token) * value
         branch = self.branches.extra(1) * value
         missing = max(0.0, 1.0 - self.balance / (_AMPLE * self._limit))

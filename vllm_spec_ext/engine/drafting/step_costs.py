@@ -31,6 +31,7 @@ _LONG = 100  # steps without drafts from which on what they cost is doubted
 _FADE = 0.002  # of what they cost beyond the first guess, a step: how soon it is forgotten
 _FADE_OF_GUESS = 0.01  # the same of a guess that no step with drafts was measured for ...
 _LEAST_GUESS = 0.3  # ... down to this part of it: with less, first drafts may cost too much at once
+_HOPE, _KEPT_HOPE = 0.002, 0.9  # of what is left, a step: how it grows, and what drafts leave of it
 _ENOUGH = 0.11  # relative error of the plain time below which payoffs can be told
 _OUTLIER = 5.0  # standard deviations
 _CLIP = 2.5
@@ -53,11 +54,21 @@ class CostEstimate:
     _overhead: float  # of any drafts, in plain steps; an estimate, which may be below 0
     _per_token: float
     _variance: tuple[float, float, float]  # of the cost of n tokens: coefficients of 1, n, n * n
+    _hoped_per_token: float
 
     @property
     def per_token(self) -> float:
         """One more draft token, in plain steps."""
         return max(0.0, self._per_token)
+
+    @property
+    def hoped_per_token(self) -> float:
+        """The same; after many steps without drafts less, so that some are made and measured.
+
+        A proposer that is told that no draft can pay makes none, and nothing would ever say that
+        the few steps this rests on were slow by chance. What may be lost goes by the other one.
+        """
+        return max(0.0, self._hoped_per_token)
 
     def extra(self, num_drafted: int) -> float:
         """What verifying this many draft tokens adds to a step, in plain steps."""
@@ -105,6 +116,7 @@ class _SizeClass:
         self.updated = now
         self.num_measured = 0
         self._since_drafts = 0  # steps
+        self._hope = 0.0  # that a token costs as little as it may, from 0 to 1
         self._outliers = [0, 0]  # in a row, of plain steps and of those with drafts
         self._noise = _FIRST_NOISE
 
@@ -116,6 +128,8 @@ class _SizeClass:
         variance = _dot(row, self._covariance_with(row)) / plain**2
         variance += (now - self.updated) * _DRIFT**2  # it may be long ago
         overhead, per_token = self.state[1] / plain, self.state[2] / plain
+        least = _LEAST_GUESS * _first_token(self.num_requests)
+        hoped = per_token - self._hope * max(0.0, per_token - least)
         # Slopes of the cost of n tokens by the four parts of the state: those at 0, and by n.
         at_0 = (-overhead, 1.0, -overhead * more, -overhead * more)
         by_n = (-per_token, 0.0, 1.0 - per_token * more, -per_token * more)
@@ -130,6 +144,7 @@ class _SizeClass:
             overhead,
             per_token,
             (constant, linear, square),
+            hoped,
         )
 
     def observe(self, num_requests: int, num_drafted: int, seconds: float, now: int) -> None:
@@ -159,7 +174,10 @@ class _SizeClass:
         self._outliers[has_drafts] = 0
         self.num_measured += has_drafts
         self._since_drafts = 0 if has_drafts else self._since_drafts + 1
+        if has_drafts:
+            self._hope *= _KEPT_HOPE
         if self._since_drafts > _LONG:
+            self._hope += _HOPE * (1.0 - self._hope)
             self._doubt_dear_drafts()
         surprise = min(_CLIP, max(-2 * _CLIP, surprise))
         self._noise *= math.sqrt(0.96 + 0.04 * min(surprise**2, _CLIP**2))
