@@ -187,6 +187,8 @@ class Auto(BaseProposer):
         if self._late is not None:
             self._late.observe(outcomes)
             return
+        # Copies are not told: the probabilities that they begin with say which kind of copy it is,
+        # and what each kind is worth is learned here.
         self._drafts.observe(outcomes)
         self._value.verified(sum(outcome.num_verified for outcome in outcomes))
 
