@@ -66,6 +66,7 @@ class AnswerEnds:
             probs=None if draft.probs is None else draft.probs[kept],
             path_probs=None if draft.path_probs is None else draft.path_probs[nodes],
             sources=None if draft.sources is None else tuple(draft.sources[i] for i in kept),
+            strengths=None if draft.strengths is None else tuple(draft.strengths[i] for i in kept),
         )
 
     def _restored(self, outcome: StepOutcome) -> StepOutcome:

@@ -44,6 +44,9 @@ class Draft:
     path_probs: "NDArray[np.float32] | None" = None  # [n] the proposer's own estimate, for display
     sources: "tuple[tuple[str, ...], ...] | None" = None
     """[n] names of the models that drafted each node, for display; None = there is one source."""
+    strengths: "tuple[tuple[str, ...], ...] | None" = None
+    """[n] for each of these names, how strong its evidence is: a few kinds, in words, for display;
+    None = it is all of one kind."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -17,10 +17,11 @@ from vllm_spec_ext.proposers.base import (
     StepOutcome,
 )
 from vllm_spec_ext.proposers.candidates.calibration import Calibration
-from vllm_spec_ext.proposers.candidates.evidence import TOGETHER
+from vllm_spec_ext.proposers.candidates.evidence import OTHERS, TOGETHER
 from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
 from vllm_spec_ext.proposers.candidates.lookup import Candidates, Lookup
 from vllm_spec_ext.proposers.candidates.node_choice import choose
+from vllm_spec_ext.proposers.candidates.strengths import names_of_classes
 from vllm_spec_ext.proposers.draft_tree import is_branching
 from vllm_spec_ext.proposers.payoff.forward_payoff import Retries
 
@@ -55,6 +56,7 @@ class TreeDrafts:
             tuple(name for place, name in enumerate(names) if together >> place & 1)
             for together in range(1 << len(names))
         ]
+        self._strengths = names_of_classes()
         self._adaptive = adaptive_length
         self._retries = Retries()
         self.calibration = Calibration()
@@ -129,4 +131,13 @@ class TreeDrafts:
             parents if is_branching(parents.tolist()) else None,
             path_probs=tree.paths[order],
             sources=tuple(map(self._credited.__getitem__, (evidence[:, TOGETHER] - 1).tolist())),
+            strengths=tuple(map(self._strengths_of, evidence[:, :TOGETHER].tolist())),
+        )
+
+    def _strengths_of(self, classes: Sequence[int]) -> tuple[str, ...]:
+        """Of the sources that name a node, in the order of their names."""
+        return tuple(
+            names[found]
+            for names, found in zip(self._strengths, classes, strict=True)
+            if 0 < found < OTHERS
         )

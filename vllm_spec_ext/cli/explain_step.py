@@ -22,7 +22,12 @@ from vllm_spec_ext.cli.bench import EXIT_FAILED, demo_model, report_console
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.log_folder import LogFolder
 from vllm_spec_ext.cli.simulate import BUDGET, make_points, parse_grid, read_recordings, start
-from vllm_spec_ext.cli.whole_table import WholeTable
+from vllm_spec_ext.cli.step_calibration import (
+    calibration,
+    calibration_by_strength,
+    calibration_table,
+    strength_table,
+)
 from vllm_spec_ext.cli.written_files import check_writable, write_result
 from vllm_spec_ext.draw_tree import check_tree, draw_tree, visible
 from vllm_spec_ext.errors import SpecExtError
@@ -49,6 +54,8 @@ class DraftStep:
     context: list[int]  # the last tokens before the step
     sources: list[list[str]] = field(default_factory=list)
     """[n] models that drafted each node; empty = one source"""
+    strengths: list[list[str]] = field(default_factory=list)
+    """[n] how strong the evidence of each of these is; empty = all of one kind"""
 
     @property
     def num_segments(self) -> int:
@@ -62,32 +69,6 @@ class DraftStep:
         while first < len(self.parents) and self.parents[first] == first - 1:
             first += 1
         return sum(node >= first for node in self.accepted)
-
-
-@dataclass
-class Calibration:
-    """What the proposer expected of tokens, and what was found."""
-
-    nodes: int = 0
-    expected: float = 0.0
-    found: int = 0
-
-
-def calibration(steps: Sequence[DraftStep]) -> dict[str, Calibration]:
-    """Of each source, over these steps; a token counts for all its sources.
-
-    Without sources, of the whole method under its empty name; steps without probabilities are left
-    out.
-    """
-    by_source: dict[str, Calibration] = {}
-    for step in steps:
-        for node, expected in enumerate(step.path_probs):
-            for name in step.sources[node] if step.sources else [""]:
-                one = by_source.setdefault(name, Calibration())
-                one.nodes += 1
-                one.expected += expected
-                one.found += node in step.accepted
-    return dict(sorted(by_source.items(), key=lambda pair: -pair[1].expected))
 
 
 def choose(steps: Sequence[DraftStep], number: int | None) -> int:
@@ -148,7 +129,8 @@ def verified_by(draft: Draft, recorded: Sequence[int], context: Sequence[int]) -
     probs = [] if draft.path_probs is None else draft.path_probs.tolist()
     new = list(recorded[: len(accepted) + 1])
     sources = [list(names) for names in draft.sources or ()]
-    return DraftStep(tokens, parents, probs, accepted, new, list(context), sources)
+    strengths = [list(names) for names in draft.strengths or ()]
+    return DraftStep(tokens, parents, probs, accepted, new, list(context), sources, strengths)
 
 
 def from_engine(trace: dict[str, Any]) -> list[DraftStep]:
@@ -160,7 +142,10 @@ def from_engine(trace: dict[str, Any]) -> list[DraftStep]:
         known += row["new_tokens"]
         if len(known) == len(trace["prompt"]) + len(row["new_tokens"]) and not row["tokens"]:
             continue  # the prefill
-        fields = ("tokens", "parents", "path_probs", "sources", "accepted", "new_tokens")
+        fields = (
+            *("tokens", "parents", "path_probs", "sources", "strengths"),
+            *("accepted", "new_tokens"),
+        )
         steps.append(DraftStep(**{name: row[name] for name in fields}, context=context))
     return steps
 
@@ -198,24 +183,6 @@ def rich_tree(step: DraftStep, texts: Sequence[str], root: str, bonus: str | Non
     if bonus is not None:
         grow(last, Text.assemble((visible(bonus), "bold yellow"), ("  the target's own", "yellow")))
     return top
-
-
-def calibration_table(
-    method: str, answer: dict[str, Calibration], step: dict[str, Calibration]
-) -> WholeTable:
-    """Accepted tokens that were expected of each source, and found; in the answer and the step."""
-    headings = ["named by", "tokens", "expected", "found", "expected here", "found here"]
-    rows = [
-        [
-            name or method,
-            f"{one.nodes}",
-            f"{one.expected:.1f}",
-            f"{one.found}",
-            *([f"{step[name].expected:.2f}", f"{step[name].found}"] if name in step else "--"),
-        ]
-        for name, one in answer.items()
-    ]
-    return WholeTable(headings, rows, "accepted tokens, of the whole answer and of this step")
 
 
 def explain_step(
@@ -358,6 +325,7 @@ def show(
             "context_text": tokenizer.decode(step.context),
             "bonus_text": bonus,
             "calibration": {name: asdict(one) for name, one in calibration(steps).items()},
+            "calibration_by_strength": list(map(asdict, calibration_by_strength(steps))),
             **asdict(step),
         }
         print(json.dumps(fields, indent=2))
@@ -378,6 +346,9 @@ def show(
         if by_source:
             here = calibration([step])
             calibration_table(method, by_source, here).print(out)
+        by_strength = calibration_by_strength(steps)
+        if by_strength:
+            strength_table(by_strength).print(out)
     title = f"{method}, {summary}"
     if svg is not None:
         write_result(

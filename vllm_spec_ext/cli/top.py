@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from typing import Annotated
+from typing import Annotated, TypeVar
 from urllib.error import URLError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import urlopen
@@ -28,6 +28,13 @@ _BY_SOURCE = {
     f"{_OURS}source_accepted_nodes_total": "accepted",
     f"{_OURS}source_expected_nodes_total": "expected",
 }
+_BY_STRENGTH = {
+    f"{_OURS}strength_{word}_nodes_total": word for word in ("verified", "accepted", "expected")
+}
+_ENOUGH = 50  # verified draft tokens of one strength before it is said how far they are off
+
+Key = TypeVar("Key")
+Counts = dict[str, float]
 
 
 @dataclass
@@ -38,6 +45,8 @@ class Snapshot:
     counters: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine, then name
     sources: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """Accepted and expected draft tokens by engine, then source, where there are several."""
+    strengths: dict[str, dict[tuple[str, str], dict[str, float]]] = field(default_factory=dict)
+    """Verified, accepted and expected ones by engine, then source and strength of its evidence."""
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)  # drafter time, by engine
     server: dict[str, float] = field(default_factory=dict)  # vLLM's own, all engines together
 
@@ -63,6 +72,11 @@ def read_metrics(text: str, when: float) -> Snapshot:
                 if full == f"{_TIMES}_bucket":
                     bound = float(labels["le"].replace("+Inf", "inf"))
                     found.buckets.setdefault(engine, {})[bound] = sample.value
+                elif "strength" in labels:
+                    if full in _BY_STRENGTH:
+                        by_pair = found.strengths.setdefault(engine, {})
+                        counts = by_pair.setdefault((labels["source"], labels["strength"]), {})
+                        counts[_BY_STRENGTH[full]] = sample.value
                 elif "source" in labels:
                     if full in _BY_SOURCE:
                         by_name = found.sources.setdefault(engine, {})
@@ -117,13 +131,9 @@ def engine_rows(now: Snapshot, before: Snapshot | None) -> Iterable[list[str]]:
 def accepted_from(now: Snapshot, before: Snapshot | None, engine: str) -> str:
     """Share of the accepted draft tokens that each source named, and how many there were for each
     that was expected of it; "-" where there is one source."""
-    old = before.sources.get(engine, {}) if before else {}
     earlier = before.counters.get(engine, {}) if before else {}
     accepted = now.counters[engine].get("accepted_nodes", 0.0) - earlier.get("accepted_nodes", 0.0)
-    since = {
-        name: {kind: value - old.get(name, {}).get(kind, 0.0) for kind, value in counts.items()}
-        for name, counts in now.sources.get(engine, {}).items()
-    }
+    since = _since(now.sources.get(engine, {}), before.sources.get(engine, {}) if before else {})
     best_first = sorted(since.items(), key=lambda pair: -pair[1].get("accepted", 0.0))
     shown = []
     for name, counts in best_first:
@@ -131,6 +141,29 @@ def accepted_from(now: Snapshot, before: Snapshot | None, engine: str) -> str:
         of_expected = f" ({_ratio(found, expected)})" if expected else ""
         shown.append(f"{name} {_ratio(found, accepted, percent=True)}{of_expected}")
     return ", ".join(shown) or "-"
+
+
+def widest_gap(now: Snapshot, before: Snapshot | None, engine: str) -> str:
+    """The evidence of which most tokens were accepted too many or too few; "" if none is known."""
+    old = before.strengths.get(engine, {}) if before else {}
+    since = _since(now.strengths.get(engine, {}), old)
+    known = {
+        pair: (counts.get("accepted", 0.0), counts.get("expected", 0.0))
+        for pair, counts in since.items()
+        if counts.get("verified", 0.0) >= _ENOUGH and counts.get("expected", 0.0)
+    }
+    if not known:
+        return ""
+    widest = max(known, key=lambda pair: abs(known[pair][0] - known[pair][1]))
+    return f"widest gap: {', '.join(widest)} ({_ratio(*known[widest])})"
+
+
+def _since(now: Mapping[Key, Counts], before: Mapping[Key, Counts]) -> dict[Key, Counts]:
+    """What was added to each count."""
+    return {
+        key: {kind: value - before.get(key, {}).get(kind, 0.0) for kind, value in counts.items()}
+        for key, counts in now.items()
+    }
 
 
 def restarted(now: Snapshot, before: Snapshot) -> bool:
@@ -173,8 +206,9 @@ def table(now: Snapshot, before: Snapshot | None) -> WholeTable:
     rows = list(engine_rows(now, before))
     if now.sources:
         headings.append("accepted, named by (of expected)")
-        named = {row[0]: accepted_from(now, before, row[0]).replace(", ", "\n") for row in rows}
-        rows = [[*row, named[row[0]]] for row in rows]
+        for row in rows:
+            named = accepted_from(now, before, row[0]).split(", ")
+            row.append("\n".join(filter(None, [*named, widest_gap(now, before, row[0])])))
     return WholeTable(headings, rows, ", ".join(parts))
 
 

@@ -75,6 +75,28 @@ def test_sources_are_named_with_their_share_of_the_accepted_tokens() -> None:
     assert shown.headings[-1] not in table(read_metrics(page(1, 1, 1, 1, 1, 1), 0.0), None).headings
 
 
+def test_the_widest_gap_of_one_strength_is_named() -> None:
+    def with_strengths(text: str, *counts: tuple[str, str, int, int, int]) -> str:
+        for source, strength, *numbers in counts:
+            labels = LABELS.replace("}", f',source="{source}",strength="{strength}"}}')
+            for word, number in zip(("verified", "accepted", "expected"), numbers, strict=True):
+                text += f"spec_ext:strength_{word}_nodes_total{labels} {number}\n"
+            text += f"spec_ext:source_accepted_nodes_total{labels.split(',st')[0]}}} 9\n"
+        return text
+
+    near, far = ("own text", "1 token agrees", 100, 50, 55), ("copy", "likely", 90, 60, 80)
+    few = ("recycled", "likely", 49, 0, 49)
+    text = with_strengths(page(100, 150, 400, 50, 1, 0), near, far, few)
+    shown = table(read_metrics(text, 0.0), None).rows[0][-1]
+    assert str(shown).splitlines()[-1] == "widest gap: copy, likely (0.75)"
+    # Over an interval what is new counts.
+    later = with_strengths(page(200, 300, 800, 90, 1, 0), ("own text", near[1], 200, 70, 110), far)
+    shown = table(read_metrics(later, 2.0), read_metrics(text, 0.0)).rows[0][-1]
+    assert str(shown).splitlines()[-1] == "widest gap: own text, 1 token agrees (0.36)"
+    fresh = with_strengths(page(100, 150, 400, 50, 1, 0), few)
+    assert "gap" not in str(table(read_metrics(fresh, 0.0), None).rows[0][-1])
+
+
 def test_figures_of_an_interval() -> None:
     before = read_metrics(page(100, 150, 400, 50, 10, 0), 0.0)
     now = read_metrics(page(140, 270, 600, 130, 60, 49), 2.0)

@@ -12,10 +12,7 @@ from rich.console import Console
 
 from vllm_spec_ext.cli import explain_step as module
 from vllm_spec_ext.cli.explain_step import (
-    Calibration,
     DraftStep,
-    calibration,
-    calibration_table,
     choose,
     explain_step,
     from_engine,
@@ -24,6 +21,14 @@ from vllm_spec_ext.cli.explain_step import (
     verified_by,
 )
 from vllm_spec_ext.cli.main import main
+from vllm_spec_ext.cli.step_calibration import (
+    Calibration,
+    StrengthCalibration,
+    calibration,
+    calibration_by_strength,
+    calibration_table,
+    strength_table,
+)
 from vllm_spec_ext.engine.watching.step_log import StepLog
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.proposers.base import Draft, chain
@@ -154,6 +159,30 @@ def test_what_was_expected_of_each_source_and_found() -> None:
     shown = calibration_table("input_copy", calibration([alone]), {})
     assert shown.rows == [["input_copy", "4", "1.1", "1", "-", "-"]]
     assert calibration([nothing_said]) == {}
+
+
+def test_what_was_expected_of_each_strength_and_found() -> None:
+    sources = (("copy", "recycled"), ("copy",), ("recycled",), ("recycled",))
+    strengths = (("likely", "likely"), ("unlikely",), ("likely",), ("unlikely",))
+    probs = np.array([0.5, 0.25, 0.25, 0.125], np.float32)
+    draft = Draft(TREE.tokens, TREE.parents, path_probs=probs, sources=sources, strengths=strengths)
+    log = StepLog()
+    for new, accepted in (([7, 8, 1], [2, 3]), ([5, 1], [0])):
+        log.drafted("a", TREE.tokens.tolist(), [-1, 0, -1, 2], draft)
+        log.verified("a", TREE.tokens.tolist(), accepted, new)
+    logged = from_engine({"prompt": [3], "steps": list(log.steps)})
+    replayed = [verified_by(draft, [7, 8, 1], [3]), verified_by(draft, [5, 1], [3])]
+    found = calibration_by_strength(logged)
+    assert found == calibration_by_strength(replayed)
+    assert found == [
+        StrengthCalibration(4, 1.5, 2, "recycled", "likely", 2),
+        StrengthCalibration(2, 0.25, 1, "recycled", "unlikely", 2),
+        StrengthCalibration(2, 1.0, 1, "copy", "likely", 2),
+        StrengthCalibration(2, 0.5, 0, "copy", "unlikely", 2),
+    ]
+    assert strength_table(found).rows[0] == ["recycled", "likely", "2", "4", "38%", "50%"]
+    without = Draft(TREE.tokens, TREE.parents, path_probs=probs, sources=sources)
+    assert calibration_by_strength([verified_by(without, [7, 1], [3])]) == []
 
 
 def test_contradicting_options_are_refused() -> None:

@@ -52,6 +52,11 @@ def paths(value: float) -> Draft:
     return tree(None, path_probs=np.array([1.0, value, 0.5], np.float32))
 
 
+def named(strengths: Any) -> Draft:
+    """By two sources each."""
+    return tree(None, sources=(("a", "c"),) * 3, strengths=(strengths,) * 3)
+
+
 BROKEN: dict[str, tuple[Any, str]] = {
     "no draft": ([1, 2], "found a list, expected a Draft"),
     "none": (None, "found a NoneType"),
@@ -76,6 +81,16 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "sources as a number": (tree(None, sources=5), "sources: found int"),
     "sources that are no tuples": (tree(None, sources=("a",) * 3), "sources: found 'a'"),
     "sources that are no names": (tree(None, sources=((7,),) * 3), r"sources: found \(7,\)"),
+    "strengths of nobody": (tree(None, strengths=("b",) * 3), "strengths: found no sources"),
+    "strengths": (
+        named(("b",)),
+        r"strengths: found \('b',\), expected one for each of \('a', 'c'\)",
+    ),
+    "strengths as a number": (named(5), r"strengths: found 5, expected one for each of"),
+    "too few strengths": (
+        tree(None, sources=(("a",),) * 3, strengths=(("b",),)),
+        "strengths: found 1, expected one for each node",
+    ),
     "sparse": (tree(None, (1, 2), probs=probs().to_sparse()), "checks raised"),
     "rows": (tree(None, (1, 2), probs=probs(3)), r"probs: found shape \(3, 10\)"),
     "width": (tree(None, (1, 2), probs=probs(2, 0.1, 11)), r"expected \(2, 10\)"),
@@ -104,6 +119,7 @@ SOUND = {
     "bfloat16": tree(None, (1, 2), probs=probs().to(torch.bfloat16)),
     "rounded up": paths(1.0 + 1e-6),
     "named": tree(None, path_probs=np.ones(3, np.float16), sources=[("a", "b"), (), ("a",)]),
+    "strengths": named(("b", "d")),
     "siblings": tree(np.array([-1, -1]), (1, 2), probs=probs(), drawn="without_replacement"),
 }
 

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm_spec_ext.engine.drafting.drafter import Drafter
 from vllm_spec_ext.engine.watching.counts import WorkerCounts
-from vllm_spec_ext.engine.watching.metric_names import ONLINE_GAUGES
+from vllm_spec_ext.engine.watching.metric_names import MOST_STRENGTHS, ONLINE_GAUGES
 from vllm_spec_ext.engine.watching.source_counters import SourceCounter
 from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext, StepOutcome
 
@@ -75,6 +75,30 @@ def test_each_source_is_counted_by_name() -> None:
         "recycled": [4.0, 1.0, 1.5],
     }
     assert news["counts"] == {"expected_nodes": 0.75 + 0.875}
+
+
+def test_strengths_are_counted_by_source_and_are_few() -> None:
+    counts = WorkerCounts()
+    sources = SourceCounter(counts)
+    draft = Draft(
+        np.array([1, 2, 3], np.int32),
+        sources=(("copy", "recycled"), ("recycled",), ("copy",)),
+        strengths=(("likely", "likely"), ("unlikely",), ("likely",)),
+        path_probs=np.array([0.5, 0.25, 0.125], np.float32),
+    )
+    sources.drafted(StepContext([_step(1, 1)]), [draft])
+    sources.verified([StepOutcome("a", 3, 1)])
+    assert counts.take()["strengths"] == {
+        "copy": {"likely": [2.0, 1.0, 0.625]},
+        "recycled": {"likely": [1.0, 1.0, 0.5], "unlikely": [1.0, 0.0, 0.25]},
+    }
+    for number in range(2 * MOST_STRENGTHS):  # a method that invents them
+        one = Draft(np.array([1], np.int32), sources=(("copy",),), strengths=((f"{number}",),))
+        sources.drafted(StepContext([_step(1, 1)]), [one])
+        sources.verified([StepOutcome("a", 1, 1)])
+    news = counts.take()
+    assert news["sources"]["copy"][0] == 2 * MOST_STRENGTHS
+    assert len(news["strengths"]["copy"]) == MOST_STRENGTHS - 3
 
 
 def test_a_method_of_one_source_says_what_it_expects() -> None:

@@ -127,6 +127,7 @@ def test_what_prometheus_reads() -> None:
             "drafter_us": [15.0, 1e9],
             "models": {"large": [1.0, 30.0, 0.5]},
             "sources": {"own text": [4.0, 2.0, 3.0]},
+            "strengths": {"own text": {"1 token agrees": [3.0, 1.0, 1.5]}},
         }
         logger.record(stats_of(news), None, engine_idx=replica)
     logger.record(SchedulerStats(), None)
@@ -141,6 +142,9 @@ def test_what_prometheus_reads() -> None:
     assert shown("source_verified_nodes_total", method="adaptive_ngram", source="own text") == 8
     assert shown("source_accepted_nodes_total", method="adaptive_ngram", source="own text") == 4
     assert shown("source_expected_nodes_total", method="adaptive_ngram", source="own text") == 6
+    one = {"method": "adaptive_ngram", "source": "own text", "strength": "1 token agrees"}
+    names = [f"strength_{word}_nodes_total" for word in ("verified", "accepted", "expected")]
+    assert [shown(name, **one) for name in names] == [6, 2, 3]
     # A later engine of this process adds to them.
     prometheus(ours("adaptive_ngram")).record(stats_of({"counts": {"steps": 1.0}}), None)
     assert shown("steps_total", method="adaptive_ngram") == 5

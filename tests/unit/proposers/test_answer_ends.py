@@ -52,7 +52,8 @@ def test_a_tree_loses_what_stands_behind_them_and_its_proposer_hears_of_its_own_
     ends = AnswerEnds()
     path_probs = np.linspace(0.9, 0.3, 7, dtype=np.float32)
     sources = tuple((str(node),) for node in range(7))
-    (cut,) = ends.cut([request()], [tree(path_probs=path_probs, sources=sources)])
+    named = {"sources": sources, "strengths": sources[::-1]}
+    (cut,) = ends.cut([request()], [tree(path_probs=path_probs, **named)])
     kept = [0, 1, 4, 6]
     assert cut.tokens.tolist() == [5, STOP, STOP, 9]
     assert cut.parents is not None
@@ -60,6 +61,7 @@ def test_a_tree_loses_what_stands_behind_them_and_its_proposer_hears_of_its_own_
     assert cut.path_probs is not None
     assert cut.path_probs.tolist() == path_probs[kept].tolist()
     assert cut.sources == tuple(sources[node] for node in kept)
+    assert cut.strengths == tuple(sources[6 - node] for node in kept)
     outcomes = [StepOutcome("a", 4, 2, (0, 3)), StepOutcome("b", 1, 1)]
     assert ends.restored(outcomes) == [StepOutcome("a", 7, 2, (0, 6)), StepOutcome("b", 1, 1)]
     # The engine had room for three nodes.

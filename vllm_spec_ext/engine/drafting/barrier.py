@@ -203,6 +203,20 @@ def _problem_for_display(draft: Draft) -> tuple[str, str] | None:
         unnamed = [names for names in sources if not _are_names(names)]
         if unnamed:
             return "sources", f"sources: found {unnamed[0]!r}, expected a tuple of names"
+    return None if draft.strengths is None else _strengths_problem(draft)
+
+
+def _strengths_problem(draft: Draft) -> tuple[str, str] | None:
+    """What is wrong with the words for how strong the evidence of each source is."""
+    strengths, sources = draft.strengths, draft.sources
+    if sources is None:
+        return "strengths", "strengths: found no sources whose they are, expected names of these"
+    if not isinstance(strengths, Sequence) or len(strengths) != len(sources):
+        found = len(strengths) if isinstance(strengths, Sequence) else _shown(strengths)
+        return "strengths", f"strengths: found {found}, expected one for each node"
+    for named, names in zip(strengths, sources, strict=True):
+        if not _are_names(named) or len(named) != len(names):
+            return "strengths", f"strengths: found {named!r}, expected one for each of {names!r}"
     return None
 
 

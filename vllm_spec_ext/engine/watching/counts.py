@@ -22,6 +22,8 @@ class News(TypedDict, total=False):
     """By draft model or view, in the order of ``MODEL_COUNTERS``."""
     sources: dict[str, list[float]]
     """By source of draft tokens, in the order of ``SOURCE_COUNTERS``."""
+    strengths: dict[str, dict[str, list[float]]]
+    """By source, then strength of its evidence, in the order of ``STRENGTH_COUNTERS``."""
     online: dict[str, float]
     """Latest values by name, see ``ONLINE_GAUGES``, with the time at which the version in use came
     into use (seconds of the clock) in place of its age."""
@@ -62,6 +64,11 @@ class WorkerCounts:
     def source(self, name: str, *counts: float) -> None:
         """Add to the counters of a source, as ``SOURCE_COUNTERS``."""
         _add(self._news.setdefault("sources", {}), name, counts)
+
+    def strength(self, source: str, strength: str, *counts: float) -> None:
+        """Add to the counters of a source's evidence of one strength, as ``STRENGTH_COUNTERS``."""
+        by_source = self._news.setdefault("strengths", {})
+        _add(by_source.setdefault(source, {}), strength, counts)
 
     def online(self, values: Sequence[float]) -> None:
         """Values of ``ONLINE_GAUGES``, in that order; NaN is not known yet.

@@ -34,6 +34,14 @@ SOURCE_COUNTERS = {
     "source_expected_nodes": "Those that were to be expected, by the method's own probabilities.",
 }
 
+STRENGTH_COUNTERS = {
+    "strength_verified_nodes": "As of a source, by how strong its evidence was: verified.",
+    "strength_accepted_nodes": "Those that were accepted.",
+    "strength_expected_nodes": "Those that were to be expected, by the method's own probabilities.",
+}
+MOST_STRENGTHS = 64
+"""Pairs of a source and a strength that are told apart, so that labels stay few."""
+
 TIMES = "drafter_microseconds"
 TIMES_TEXT = "Time of the proposer in a step, all requests together."
 BUCKETS_US = (10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 50_000)

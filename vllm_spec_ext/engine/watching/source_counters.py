@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of draft tokens beside what was expected of them, and by source if they have some."""
+"""What became of draft tokens beside what was expected of them, and by source if they have some.
 
-from collections.abc import Iterable, Sequence
+By the strength of each source's evidence, too, if drafts say how strong it is.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 from vllm_spec_ext.engine.watching.counts import WorkerCounts
+from vllm_spec_ext.engine.watching.metric_names import MOST_STRENGTHS
 from vllm_spec_ext.proposers.base import Draft, StepContext, StepOutcome
+
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class SourceCounter:
@@ -18,6 +25,7 @@ class SourceCounter:
         """
         self._counts = counts
         self._waiting: dict[str, Draft] = {}
+        self._strengths: set[tuple[str, str]] = set()  # that are told apart, with their sources
 
     def drafted(self, step: StepContext, drafts: Sequence[Draft]) -> None:
         """Remember who named the nodes of these drafts, and what was expected of them."""
@@ -33,6 +41,7 @@ class SourceCounter:
         if not self._waiting:
             return
         together, sources = 0.0, dict[str, list[float]]()
+        strengths = dict[tuple[str, str], list[float]]()
         for outcome in outcomes:
             draft = self._waiting.pop(outcome.request_id, None)
             if draft is None:
@@ -43,17 +52,27 @@ class SourceCounter:
                 expected = draft.path_probs[:size].tolist()
             together += sum(expected)
             for node, names in enumerate((draft.sources or ())[:size]):
-                was_accepted = node in outcome.accepted
+                counts = 1.0, float(node in outcome.accepted), expected[node]
                 for name in names:
-                    found = sources.setdefault(name, [0.0, 0.0, 0.0])
-                    found[0] += 1.0
-                    found[1] += was_accepted
-                    found[2] += expected[node]
-        for name, counts in sources.items():
-            self._counts.source(name, *counts)
+                    _add(sources, name, counts)
+                if draft.strengths is not None:
+                    for pair in zip(names, draft.strengths[node], strict=True):
+                        _add(strengths, pair, counts)
+        for name, sums in sources.items():
+            self._counts.source(name, *sums)
+        for pair, sums in strengths.items():
+            if pair in self._strengths or len(self._strengths) < MOST_STRENGTHS:
+                self._strengths.add(pair)
+                self._counts.strength(*pair, *sums)
         self._counts.add(expected_nodes=together)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are gone."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
+
+
+def _add(to: dict[KeyT, list[float]], key: KeyT, counts: tuple[float, float, float]) -> None:
+    sums = to.setdefault(key, [0.0, 0.0, 0.0])
+    for place, count in enumerate(counts):
+        sums[place] += count

@@ -29,6 +29,7 @@ from vllm_spec_ext.engine.watching.metric_names import (
     ONLINE_GAUGES,
     PREFIX,
     SOURCE_COUNTERS,
+    STRENGTH_COUNTERS,
     TIMES,
     TIMES_TEXT,
 )
@@ -66,6 +67,7 @@ _TEXTS = {
     **COUNTERS,
     **MODEL_COUNTERS,
     **SOURCE_COUNTERS,
+    **STRENGTH_COUNTERS,
     **ONLINE_GAUGES,
     LOSSLESS: LOSSLESS_TEXT,
     TIMES: TIMES_TEXT,
@@ -218,3 +220,7 @@ def _increments(news: News) -> Iterator[tuple[str, dict[str, str], float]]:
     for source, values in news.get("sources", {}).items():
         for name, value in zip(SOURCE_COUNTERS, values, strict=True):
             yield name, {"source": source}, value
+    for source, by_strength in news.get("strengths", {}).items():
+        for strength, values in by_strength.items():
+            for name, value in zip(STRENGTH_COUNTERS, values, strict=True):
+                yield name, {"source": source, "strength": strength}, value

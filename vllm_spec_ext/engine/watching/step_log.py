@@ -7,11 +7,24 @@ Everything recorded is made of plain lists, which vLLM's RPC can carry.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_spec_ext.proposers.base import Draft, NextTokens
 
 MAX_STEPS = 10_000
+
+
+class _Waiting(NamedTuple):
+    """A draft until it is verified; a list for each node in all of them."""
+
+    tokens: list[int]
+    parents: list[int]
+    path_probs: list[float]
+    sources: list[list[str]]
+    strengths: list[list[str]]
+
+
+_NOTHING = _Waiting([], [], [], [], [])
 
 
 class StepLog:
@@ -19,7 +32,7 @@ class StepLog:
 
     def __init__(self) -> None:
         self.steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
-        self._waiting: dict[str, tuple[list[int], list[int], list[float], list[list[str]]]] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._number = 0
 
     def next_step(self) -> None:
@@ -39,7 +52,8 @@ class StepLog:
         """
         probs = [] if draft.path_probs is None else draft.path_probs[: len(tokens)].tolist()
         sources = [list(names) for names in (draft.sources or ())[: len(tokens)]]
-        self._waiting[request_id] = (list(tokens), list(parents), probs, sources)
+        strengths = [list(names) for names in (draft.strengths or ())[: len(tokens)]]
+        self._waiting[request_id] = _Waiting(list(tokens), list(parents), probs, sources, strengths)
 
     def verified(
         self,
@@ -58,18 +72,15 @@ class StepLog:
             new: The step's new tokens; the last one is the target's own.
             foreseen: What the target foresaw at its rows, if the proposer reads that.
         """
-        tokens, parents, probs, sources = self._waiting.pop(request_id, ([], [], [], []))
+        draft = self._waiting.pop(request_id, _NOTHING)
         size = len(scheduled)
-        if tokens[:size] != list(scheduled):  # placeholders of a resumed request
-            tokens, parents, probs, sources, size = [], [], [], [], 0
+        if draft.tokens[:size] != list(scheduled):  # placeholders of a resumed request
+            draft, size = _NOTHING, 0
         self.steps.append(
             {
                 "step": self._number,
                 "request_id": request_id,
-                "tokens": tokens[:size],
-                "parents": parents[:size],
-                "path_probs": probs[:size],
-                "sources": sources[:size],
+                **{name: values[:size] for name, values in draft._asdict().items()},
                 "accepted": [int(node) for node in accepted] if size else [],
                 "new_tokens": [int(token) for token in new],
                 "foreseen": _lists(foreseen),

@@ -168,6 +168,12 @@ def test_sources_that_agree_are_both_named(
     assert draft.sources is not None
     assert set(draft.sources[0]) == {"own text", "copy", "fixed"}
     assert draft.tokens[0] == COPIED.output_token_ids[6]
+    assert draft.strengths is not None
+    assert [len(named) for named in draft.strengths] == [len(names) for names in draft.sources]
+    strength = dict(zip(draft.sources[0], draft.strengths[0], strict=True))
+    assert strength["own text"] == "4 to 9 tokens agree, one continuation"
+    assert strength["copy"].startswith("probability ")
+    assert strength["fixed"] == "probability 0.85 or more"
 
 
 def test_a_drafter_learns_what_became_of_its_drafts(
