@@ -3,7 +3,7 @@
 
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vllm_spec_ext.atomic import not_readable
@@ -23,17 +23,27 @@ def check_readable(path: Path, kind: str = "") -> None:
         SpecExtError: With the system's reason. The file may be whole: nobody should delete it.
     """
     try:
-        with open(path, "rb") as file:
-            file.read(1)  # a disk that fails lets it be opened
-    except OSError as error:
+        _read_a_byte(path, kind)
+    except FileNotFoundError as error:
         raise SpecExtError(f"{kind}{path} {not_readable(error)}") from error
 
 
 def check_all_readable(folder: Path, names: Iterable[str]) -> None:
     """As :func:`check_readable`, for those files of a folder that are there."""
     for name in names:
-        if (folder / name).is_file():
-            check_readable(folder / name)
+        with suppress(FileNotFoundError):
+            _read_a_byte(folder / name, "")
+
+
+def _read_a_byte(path: Path, kind: str) -> None:
+    """As :func:`check_readable`, but FileNotFoundError if there is no such file."""
+    try:
+        with open(path, "rb") as file:
+            file.read(1)  # a disk that fails lets it be opened
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise SpecExtError(f"{kind}{path} {not_readable(error)}") from error
 
 
 @contextmanager

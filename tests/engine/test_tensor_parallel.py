@@ -21,7 +21,7 @@ from scenarios import REPETITIVE, SCENARIOS
 from test_blockwise_engine import save_random_heads
 from tiny_engine import ARGUMENTS
 
-from vllm_spec_ext.online.folder import EngineState, write_record
+from vllm_spec_ext.online.folder import ENGINE_LOCK, EngineState, write_record
 from vllm_spec_ext.online.versions import drafter_hash, write_version
 from vllm_spec_ext.proposers.blockwise.heads import CONFIG_NAME, WEIGHTS_NAME
 from vllm_spec_ext.proposers.nar.layout import EXTRAS_NAME, NarConfig
@@ -178,6 +178,8 @@ def two_versions(folder: Path, own: Path, turned: str, *more: str) -> dict[str, 
     weights = load(files[WEIGHTS_NAME])
     weights[turned] = -weights[turned]
     learned = folder / "learned"
+    learned.mkdir()
+    (learned / ENGINE_LOCK).touch()  # as an engine that has begun there
     write_version(learned, 0, files, drafter)
     write_version(learned, 1, {**files, WEIGHTS_NAME: save(weights)}, drafter)
     write_record(learned, EngineState(serving=1, handled=1))

@@ -69,3 +69,10 @@ def test_what_the_system_says_while_it_is_read_counts_too(file: Path) -> None:
     words = "cannot be read: Input/output error"
     with pytest.raises(SpecExtError, match=words), reading(file, "delete it"):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_files_in_a_folder_that_may_not_be_searched_are_not_called_missing(tmp_path: Path) -> None:
+    """A long name fails at the look, too, where no permission stops the one who tests."""
+    names = ["missing", "n" * 300]
+    with pytest.raises(SpecExtError, match=r"nnn cannot be read: File name too long"):
+        check_all_readable(tmp_path, names)

@@ -15,7 +15,9 @@ from vllm_spec_ext.atomic import DiskFullError, atomic_file
 from vllm_spec_ext.errors import SpecExtError
 
 _STANDARD = {"stdin": 0, "stdout": 1, "stderr": 2}
-_OPEN_FILE = re.compile(r"/(?:dev|proc/self|proc/thread-self)/fd/(\d+)|/dev/(stdin|stdout|stderr)")
+_OPEN_FILE = re.compile(
+    r"/(?:dev|proc/(?:self|thread-self|(\d+)))/fd/(\d+)|/dev/(stdin|stdout|stderr)"
+)
 _MOST_LINKS = 40  # as Linux
 
 
@@ -84,7 +86,10 @@ def _descriptor(path: Path) -> int | None:
     for _ in range(_MOST_LINKS):
         match = _OPEN_FILE.fullmatch(name)
         if match is not None:
-            return int(match[1]) if match[1] else _STANDARD[match[2]]
+            process, number, standard = match.groups()
+            if process and int(process) != os.getpid():
+                return None
+            return int(number) if number else _STANDARD[standard]
         if not os.path.islink(name):
             return None
         name = os.path.abspath(os.path.join(os.path.dirname(name), os.readlink(name)))

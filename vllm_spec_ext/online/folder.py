@@ -194,7 +194,8 @@ def _refuse_foreign_files(root: Path) -> None:
     """
     try:
         names = sorted(path.name for path in root.iterdir())
-        is_begun = (root / ENGINE_LOCK).exists()  # later, as it is made first
+        # It is made first, so what is listed without it may be of a server that starts just now.
+        is_begun = ENGINE_LOCK in names or (root / ENGINE_LOCK).exists()
     except FileNotFoundError:
         return
     except OSError as error:

@@ -210,7 +210,7 @@ def _strengths_problem(draft: Draft) -> tuple[str, str] | None:
     """What is wrong with the words for how strong the evidence of each source is."""
     strengths, sources = draft.strengths, draft.sources
     if sources is None:
-        return "strengths", "strengths: found no sources whose they are, expected names of these"
+        return "strengths", "strengths: found no sources, expected the sources that they belong to"
     if not isinstance(strengths, Sequence) or len(strengths) != len(sources):
         found = len(strengths) if isinstance(strengths, Sequence) else _shown(strengths)
         return "strengths", f"strengths: found {found}, expected one for each node"

@@ -336,7 +336,7 @@ class DraftBudget:
             return Allowance(0, None, f"measuring plain steps with {num_requests} requests")
         drafting = self._usual_drafting(num_requests, found.plain_s)
         value = self._token_value(found, num_requests, drafting)
-        # What is tried in hope may be lost, if reading does not take all that may be.
+        # Drafts made in hope may lose time: none are, where reading alone uses up what may be lost.
         may_hope = self._beside_reading(found.plain_s) > _LEAST_LIMIT * self._usual(found.plain_s)
         per_token = found.hoped_per_token if may_hope else found.per_token
         break_even = min(1.0, per_token * value)

@@ -128,7 +128,7 @@ class _SizeClass:
         variance = _dot(row, self._covariance_with(row)) / plain**2
         variance += (now - self.updated) * _DRIFT**2  # it may be long ago
         overhead, per_token = self.state[1] / plain, self.state[2] / plain
-        least = _LEAST_GUESS * _first_token(self.num_requests)
+        least = _LEAST_GUESS * _first_token(self.num_requests) * self.state[0] / plain
         hoped = per_token - self._hope * max(0.0, per_token - least)
         # Slopes of the cost of n tokens by the four parts of the state: those at 0, and by n.
         at_0 = (-overhead, 1.0, -overhead * more, -overhead * more)
