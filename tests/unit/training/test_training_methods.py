@@ -50,7 +50,7 @@ def test_shared_modules_import_no_method(file: Path) -> None:
 def test_a_method_imports_shared_modules_and_its_proposer_only(method: str) -> None:
     others = [f"{PACKAGE}.{name}" for name in METHODS if name != method]
     others += [f"{PROPOSERS}.{name}" for name in BUILTIN if name != method]
-    ours = [f"vllm_spec_ext.{name}" for name in ("atomic", "errors", "options")]
+    ours = [f"vllm_spec_ext.{name}" for name in ("atomic", "errors", "options", "tensor_files")]
     allowed = (PACKAGE, PROPOSERS, *ours)
     for file in (TRAINING / method).rglob("*.py"):
         for name in imports_of(file):
