@@ -23,7 +23,7 @@ _OVERHEAD_DRIFT = 0.0005  # the same for the overhead of a step with drafts, in 
 _TOKEN_DRIFT = 0.001  # and for the cost of a token, relative to itself
 _LEAST_DRIFTING = 0.02  # a token in plain steps: one that costs less drifts as much
 _FIRST_OVERHEAD, _FIRST_REQUEST = 0.05, 0.2  # plain steps: errors of these first guesses
-_MOST_FREE = 0.3  # plain steps: what rows that cost nothing make of the line, at n = 0
+_MOST_FREE = 0.15  # plain steps: what rows that cost nothing make of the line, at n = 0
 _LEAST_TOKEN = -0.01  # plain steps: noise, where tokens cost nothing
 _UNSURE = 2.0  # times these, and the first cost of a token: the most that errors grow to
 _FIRST_TOKEN_COST = 0.05  # a draft token in plain steps, before one was measured; high on purpose
