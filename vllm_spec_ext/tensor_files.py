@@ -3,14 +3,14 @@
 
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_spec_ext.atomic import not_readable
 from vllm_spec_ext.errors import SpecExtError
 
 
-def check_readable(path: Path, kind: str = "") -> None:
+def check_readable(path: Path, kind: str = "", *, may_be_missing: bool = False) -> None:
     """Refuse a file that the system does not let this process read.
 
     safetensors (0.8) says of every file that it cannot open that there is none, so this asks first.
@@ -18,32 +18,23 @@ def check_readable(path: Path, kind: str = "") -> None:
     Args:
         path: The file.
         kind: What stands before its name in the message.
+        may_be_missing: A file that is not there is passed over.
 
     Raises:
         SpecExtError: With the system's reason. The file may be whole: nobody should delete it.
     """
     try:
-        _read_a_byte(path, kind)
-    except FileNotFoundError as error:
-        raise SpecExtError(f"{kind}{path} {not_readable(error)}") from error
+        with open(path, "rb") as file:
+            file.read(1)  # a disk that fails lets it be opened
+    except OSError as error:
+        if not (may_be_missing and isinstance(error, FileNotFoundError)):
+            raise SpecExtError(f"{kind}{path} {not_readable(error)}") from error
 
 
 def check_all_readable(folder: Path, names: Iterable[str]) -> None:
     """As :func:`check_readable`, for those files of a folder that are there."""
     for name in names:
-        with suppress(FileNotFoundError):
-            _read_a_byte(folder / name, "")
-
-
-def _read_a_byte(path: Path, kind: str) -> None:
-    """As :func:`check_readable`, but FileNotFoundError if there is no such file."""
-    try:
-        with open(path, "rb") as file:
-            file.read(1)  # a disk that fails lets it be opened
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise SpecExtError(f"{kind}{path} {not_readable(error)}") from error
+        check_readable(folder / name, may_be_missing=True)
 
 
 @contextmanager

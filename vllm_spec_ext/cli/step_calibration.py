@@ -19,6 +19,12 @@ class Calibration:
     expected: float = 0.0
     found: int = 0
 
+    def add(self, expected: float, found: bool) -> None:
+        """Count a token."""
+        self.nodes += 1
+        self.expected += expected
+        self.found += found
+
 
 def calibration(steps: "Sequence[DraftStep]") -> dict[str, Calibration]:
     """Of each source, over these steps; a token counts for all its sources.
@@ -30,10 +36,7 @@ def calibration(steps: "Sequence[DraftStep]") -> dict[str, Calibration]:
     for step in steps:
         for node, expected in enumerate(step.path_probs):
             for name in step.sources[node] if step.sources else [""]:
-                one = by_source.setdefault(name, Calibration())
-                one.nodes += 1
-                one.expected += expected
-                one.found += node in step.accepted
+                by_source.setdefault(name, Calibration()).add(expected, node in step.accepted)
     return dict(sorted(by_source.items(), key=lambda pair: -pair[1].expected))
 
 
@@ -60,9 +63,7 @@ def calibration_by_strength(steps: "Sequence[DraftStep]") -> list[StrengthCalibr
             for source, strength in zip(names, strengths, strict=True):
                 fresh = StrengthCalibration(source=source, strength=strength)
                 one = by_pair.setdefault((source, strength), fresh)
-                one.nodes += 1
-                one.expected += expected
-                one.found += node in step.accepted
+                one.add(expected, node in step.accepted)
                 in_draft.add((source, strength))
         for pair in in_draft:
             by_pair[pair].drafts += 1

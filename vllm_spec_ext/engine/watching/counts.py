@@ -2,10 +2,12 @@
 """The worker's end of the counters: what is new since it was asked last."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import TypedDict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypedDict, TypeVar
 
 from vllm_spec_ext.engine.watching.metric_names import COUNTERS, ONLINE_GAUGES
+
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class News(TypedDict, total=False):
@@ -59,16 +61,16 @@ class WorkerCounts:
         """What a draft model or view did since the engine started, as ``MODEL_COUNTERS``."""
         told = self._told.get(name, (0.0,) * len(totals))
         self._told[name] = totals
-        _add(self._news.setdefault("models", {}), name, map(_minus, totals, told))
+        add_to(self._news.setdefault("models", {}), name, map(_minus, totals, told))
 
     def source(self, name: str, *counts: float) -> None:
         """Add to the counters of a source, as ``SOURCE_COUNTERS``."""
-        _add(self._news.setdefault("sources", {}), name, counts)
+        add_to(self._news.setdefault("sources", {}), name, counts)
 
     def strength(self, source: str, strength: str, *counts: float) -> None:
         """Add to the counters of a source's evidence of one strength, as ``STRENGTH_COUNTERS``."""
         by_source = self._news.setdefault("strengths", {})
-        _add(by_source.setdefault(source, {}), strength, counts)
+        add_to(by_source.setdefault(source, {}), strength, counts)
 
     def online(self, values: Sequence[float]) -> None:
         """Values of ``ONLINE_GAUGES``, in that order; NaN is not known yet.
@@ -92,6 +94,7 @@ def _minus(one: float, other: float) -> float:
     return one - other
 
 
-def _add(to: dict[str, list[float]], name: str, values: Iterable[float]) -> None:
+def add_to(sums: dict[KeyT, list[float]], key: KeyT, values: Iterable[float]) -> None:
+    """Add values to the running sums of a key, place by place."""
     new = [float(value) for value in values]
-    to[name] = [a + b for a, b in zip(to.get(name, [0.0] * len(new)), new, strict=True)]
+    sums[key] = [a + b for a, b in zip(sums.get(key, [0.0] * len(new)), new, strict=True)]

@@ -4,14 +4,11 @@
 By the strength of each source's evidence, too, if drafts say how strong it is.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
-from vllm_spec_ext.engine.watching.counts import WorkerCounts
+from vllm_spec_ext.engine.watching.counts import WorkerCounts, add_to
 from vllm_spec_ext.engine.watching.metric_names import MOST_STRENGTHS
 from vllm_spec_ext.proposers.base import Draft, StepContext, StepOutcome
-
-KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class SourceCounter:
@@ -54,10 +51,10 @@ class SourceCounter:
             for node, names in enumerate((draft.sources or ())[:size]):
                 counts = 1.0, float(node in outcome.accepted), expected[node]
                 for name in names:
-                    _add(sources, name, counts)
+                    add_to(sources, name, counts)
                 if draft.strengths is not None:
                     for pair in zip(names, draft.strengths[node], strict=True):
-                        _add(strengths, pair, counts)
+                        add_to(strengths, pair, counts)
         for name, sums in sources.items():
             self._counts.source(name, *sums)
         for pair, sums in strengths.items():
@@ -70,9 +67,3 @@ class SourceCounter:
         """Requests that are gone."""
         for request_id in request_ids:
             self._waiting.pop(request_id, None)
-
-
-def _add(to: dict[KeyT, list[float]], key: KeyT, counts: tuple[float, float, float]) -> None:
-    sums = to.setdefault(key, [0.0, 0.0, 0.0])
-    for place, count in enumerate(counts):
-        sums[place] += count
