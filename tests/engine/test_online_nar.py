@@ -319,7 +319,7 @@ def test_a_trainer_process_beside_a_bfloat16_target(
     assert verdict.kept
     assert verdict.after > verdict.before + 0.2
     served.drafter.close()
-    assert trainer.poll() is not None
+    assert trainer.wait(timeout=240) == 0  # of the lowest priority, beside other tests
     with pytest.raises(SystemExit) as ended:
         main(["online", "status", str(served.folder)])
     assert not ended.value.code

@@ -311,8 +311,12 @@ class OnlineSession:
                 write_record(self._root, self._told())
         if self._trainer is not None:
             self._trainer.terminate()  # the thread may have started it meanwhile
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 self._trainer.wait(timeout=10.0)
+            except subprocess.TimeoutExpired:
+                # Of the lowest priority, it may hardly run on a busy machine. To kill it would
+                # lose what it has learned since its last version.
+                logger.info("vllm-spec-ext: online: the trainer ends once it has saved its state")
         self._release()
 
     def _release(self) -> None:
