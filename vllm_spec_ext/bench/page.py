@@ -39,6 +39,8 @@ def _section(saved: SavedBench) -> dict[str, Any]:
     tables = [("Methods", report.overview(result))]
     if len({question.category for question in result.questions}) > 1:
         tables.append(("By category: tokens per step (speed-up)", report.by_category(result)))
+        slowest = report.slowest_by_category(result)
+        tables += [("By category: the slowest stretch", slowest)] if slowest[1] else []
     if result.drifts:
         tables.append(("What the lossy methods did to the text", report.drift_table(result)))
     drawn = [

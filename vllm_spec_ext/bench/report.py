@@ -67,6 +67,22 @@ def by_category(result: BenchResult) -> tuple[list[str], list[Row]]:
     return ["method", "batch", *names], rows
 
 
+def slowest_by_category(result: BenchResult) -> tuple[list[str], list[Row]]:
+    """How slow each method was in its slowest stretch of each category; no rows without plain."""
+    found = [(one, one.slowest_by_category) for one in result.summaries()]
+    told = [(summary, slowest) for summary, slowest in found if slowest is not None]
+    names = sorted({name for _, slowest in told for name in slowest})
+    rows = [
+        [
+            summary.method,
+            str(summary.batch_size),
+            *(f"{number(slowest[name], 2)}x" if name in slowest else "-" for name in names),
+        ]
+        for summary, slowest in told
+    ]
+    return [f"slowest {NUM_STEPS} steps", "batch", *names], rows
+
+
 def drift_table(result: BenchResult) -> tuple[list[str], list[Row]]:
     """What the lossy methods did to the text; no rows if there are none."""
     headings = ["lossy method", "batch", "identical", "edit distance", "log-prob", "plain's own"]
@@ -188,6 +204,7 @@ def markdown(result: BenchResult, provenance: Mapping[str, Any]) -> str:
         caption(result, provenance),
         markdown_table(*overview(result)),
         markdown_table(*by_category(result)),
+        markdown_table(*slowest) if (slowest := slowest_by_category(result))[1] else "",
         markdown_table(*drift_table(result)) if result.drifts else "",
         "\n".join(f"- {line}" for line in acceptance_lines(result.summaries())),
         "\n".join(f"- {line}" for line in slowest_lines(result)),

@@ -9,10 +9,13 @@ tokens over the wall time of the pass. A speed-up compares means, within one rep
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from vllm_spec_ext.bench.prompts import WITHIN_DATASET
 from vllm_spec_ext.bench.records import EngineCounters, EngineRun, QuestionRecord, Run
 from vllm_spec_ext.bench.windows import slowest_window
+
+_Figure = TypeVar("_Figure")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Summary:
     num_expecting: int = 0  # answers to questions that say what a right one holds
     num_right: int = 0
     slowest: float | None = None  # lowest speed-up over any 200 decoding steps
+    slowest_by_category: dict[str, float] | None = None  # the same of each category for itself
 
 
 def tokens_per_step(records: Iterable[QuestionRecord], *, prefill: bool) -> float:
@@ -187,6 +191,7 @@ def _summarise(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> S
         num_expecting=sum(record.right is not None for record in questions),
         num_right=sum(record.right is True for record in questions),
         slowest=_slowest(pairs, batch_size),
+        slowest_by_category=_slowest_by_category(pairs, batch_size),
     )
 
 
@@ -198,6 +203,22 @@ def _slowest(pairs: Sequence[tuple[Run, Run]], batch_size: int) -> float | None:
         if run.method != base.method
     ]
     return min((value for value in found if value is not None), default=None)
+
+
+def _slowest_by_category(
+    pairs: Sequence[tuple[Run, Run]], batch_size: int
+) -> dict[str, float] | None:
+    """In any repeat; a category of fewer steps counts as a whole."""
+    found: dict[str, float] = {}
+    for run, base in pairs:
+        if run.method == base.method:
+            continue
+        plain = _by_category(base.result.questions, list)
+        for name, own in _by_category(run.result.questions, list).items():
+            value = slowest_window(own, plain[name], batch_size)
+            if value is not None:
+                found[name] = min(value, found.get(name, value))
+    return found or None
 
 
 def _speed_up(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> Spread | None:
@@ -250,8 +271,8 @@ def _divergences(run: Run, base: Run) -> list[Divergence]:
 
 
 def _by_category(
-    records: Sequence[QuestionRecord], figure: Callable[[Sequence[QuestionRecord]], float]
-) -> dict[str, float]:
+    records: Sequence[QuestionRecord], figure: Callable[[Sequence[QuestionRecord]], _Figure]
+) -> dict[str, _Figure]:
     parts: dict[str, list[QuestionRecord]] = {}
     for record in records:
         dataset, within, _ = record.category.partition(WITHIN_DATASET)

@@ -283,6 +283,9 @@ def show(
     if by_category:
         title = "tokens per step (speed-up) by category"
         WholeTable(*report.by_category(result), title=title).print(console)
+        headings, rows = report.slowest_by_category(result)
+        if rows:
+            WholeTable(headings, rows).print(console)
     summaries = result.summaries()
     lines = [
         *report.acceptance_lines(summaries),

@@ -153,6 +153,19 @@ def test_markdown_has_the_tables_and_escapes_bars() -> None:
     assert "| a\\|b | 1 | 3.00 |" in text
 
 
+def test_the_slowest_stretch_of_each_category_is_a_table_of_its_own() -> None:
+    result = _result()
+    headings, rows = report.slowest_by_category(result)
+    assert headings == ["slowest 200 steps", "batch", "copy"]
+    # Its one decoding step, beside the three of plain decoding for the same tokens.
+    assert rows == [["ngram", "1", "2.11x"]]
+    facts = provenance.collect(["x"])
+    assert "| slowest 200 steps | batch | copy |" in report.markdown(result, facts)
+    result.runs = result.runs[:1]
+    assert report.slowest_by_category(result)[1] == []
+    assert "slowest" not in report.markdown(result, facts)
+
+
 def test_orders_rotate() -> None:
     assert [rotated("ABC", repeat) for repeat in range(4)] == [
         ["A", "B", "C"],

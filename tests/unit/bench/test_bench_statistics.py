@@ -157,6 +157,28 @@ def test_acceptance_and_drafter_times() -> None:
     assert summary.num_compared == 0
 
 
+def test_the_slowest_stretch_of_a_category_is_not_made_up_for_by_others() -> None:
+    plain = [question(i, (1, 1, 1), 4.0, category=c) for i, c in enumerate(["a", "b > x", "b > y"])]
+    again = [question(0, (1, 1, 1), 2.0), *plain[1:]]
+    slower = [
+        question(0, (1, 2), 1.0),
+        question(1, (1, 1, 1), 5.0, category="b > x"),
+        question(2, (1, 1, 1), 4.0, category="b > y", first_token=9),  # another text
+    ]
+    runs = [
+        Run("plain", 2, 0, engine_run(*plain)),
+        Run("slower", 2, 0, engine_run(*slower)),
+        Run("plain", 2, 1, engine_run(*again)),
+        Run("slower", 2, 1, engine_run(*slower)),
+    ]
+    summaries = statistics.summarise(runs, "plain")
+    assert summaries[0].slowest_by_category is None
+    # In the second repeat plain decoding was twice as fast in one of them.
+    expected = {"a": 2.0, "b": 0.8, "b > x": 0.8}
+    assert summaries[1].slowest_by_category == pytest.approx(expected)
+    assert statistics.summarise(runs[1:2], None)[0].slowest_by_category is None
+
+
 def test_categories_are_kept_apart() -> None:
     run = engine_run(question(0, (1, 4), 1.0), question(1, (1, 1), 1.0, category="b"))
     (summary,) = statistics.summarise([Run("x", 1, 0, run)], "x")
