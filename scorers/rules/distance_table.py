@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm_spec_ext.errors import SpecExtError
+from vllm_spec_ext.tensor_files import check_readable
 
 # (target token ids [n] int64, draft token ids [n] int64) -> [n] distances, float
 Metric = Callable[[Tensor, Tensor], Tensor]
@@ -104,12 +105,15 @@ def load_metric(source: str, vocab_size: int | None = None) -> Metric:
         raise SpecExtError(
             f"distance table {source!r}: expected a .npy or .safetensors file or 'module:function'"
         )
+    check_readable(path, "distance table ")
     try:
         table = _read_array(path)
     except SpecExtError:
         raise
-    except Exception as error:  # the readers raise their own kinds for missing and damaged files
-        raise SpecExtError(f"distance table {path} cannot be read: {error}") from error
+    except Exception as error:  # the readers raise their own kinds for damaged files
+        raise SpecExtError(
+            f"distance table {path} is damaged, or no array of numbers: {error}; write it again"
+        ) from error
     square = table.ndim == 2 and table.shape[0] == table.shape[1]
     if table.ndim != 1 and not square:
         raise SpecExtError(

@@ -153,7 +153,9 @@ def read_record(root: Path, kind: type[RecordT]) -> RecordT | None:
     except OSError as error:
         raise SpecExtError(f"{path} {not_readable(error)}") from error
     except ValidationError as error:
-        raise SpecExtError(f"{path} is damaged ({error}); delete it") from error
+        raise SpecExtError(
+            f"{path} is damaged, or another program's ({error}); give another folder, or delete it"
+        ) from error
 
 
 def write_record(root: Path, record: _Record) -> None:

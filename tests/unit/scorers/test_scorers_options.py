@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from unreadable_files import make_unreadable, said_to_be_unreadable
 
 from vllm_spec_ext.errors import (
     RequestOptionError,
@@ -180,13 +181,17 @@ def test_bad_metrics(tmp_path: Path) -> None:
     bad = {
         "m.npy": "expected .vocab",
         "s.npy": "found 3 tokens, the target has 9",
-        "o.npy": "cannot be read",
+        "o.npy": "is damaged, or no array of numbers",
         "t.npy": "expected numbers",
         "n.npy": "negative",
         "two.safetensors": "exactly one",
     }
     for name, text in bad.items():
         with pytest.raises(SpecExtError, match=text):
+            load_metric(str(tmp_path / name), 9)
+    for name in ("m.npy", "two.safetensors"):
+        make_unreadable(tmp_path / name)
+        with said_to_be_unreadable(tmp_path / name):
             load_metric(str(tmp_path / name), 9)
     for name in ("nothing", "no.such:thing", "math:nothing", "math:pi"):
         with pytest.raises(SpecExtError, match="distance"):
