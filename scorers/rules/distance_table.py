@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm_spec_ext.errors import SpecExtError
-from vllm_spec_ext.tensor_files import check_readable
+from vllm_spec_ext.tensor_files import reading
 
 # (target token ids [n] int64, draft token ids [n] int64) -> [n] distances, float
 Metric = Callable[[Tensor, Tensor], Tensor]
@@ -105,12 +105,12 @@ def load_metric(source: str, vocab_size: int | None = None) -> Metric:
         raise SpecExtError(
             f"distance table {source!r}: expected a .npy or .safetensors file or 'module:function'"
         )
-    check_readable(path, "distance table ")
     try:
-        table = _read_array(path)
+        with reading(path, "write it again", "distance table "):
+            table = _read_array(path)
     except SpecExtError:
         raise
-    except Exception as error:  # the readers raise their own kinds for damaged files
+    except Exception as error:  # numpy raises many types for a damaged file
         raise SpecExtError(
             f"distance table {path} is damaged, or no array of numbers: {error}; write it again"
         ) from error

@@ -16,6 +16,8 @@ from vllm_spec_ext.bench.records import EngineCounters, EngineRun, QuestionRecor
 from vllm_spec_ext.bench.windows import slowest_window
 
 _Figure = TypeVar("_Figure")
+# A method's answers to some questions in one repeat, and plain decoding's.
+_Answered = tuple[Sequence[QuestionRecord], Sequence[QuestionRecord]]
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,11 @@ def _summarise(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> S
     if group[0] in baselines.values():
         # Plain decoding against its own first repeat: shows how much the engine itself wavers.
         pairs = [(run, group[0]) for run in group]
+    answered = [
+        (run.result.questions, base.result.questions)
+        for run, base in pairs
+        if run.method != base.method
+    ]
     divergences = [found for run, base in pairs for found in _divergences(run, base)]
     compared = sum(len(run.result.questions) for run, _ in pairs)
     counters = sum((run.result.counters for run in group), EngineCounters())
@@ -190,35 +197,26 @@ def _summarise(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> S
         divergences=divergences,
         num_expecting=sum(record.right is not None for record in questions),
         num_right=sum(record.right is True for record in questions),
-        slowest=_slowest(pairs, batch_size),
-        slowest_by_category=_slowest_by_category(pairs, batch_size),
+        slowest=_slowest(answered, batch_size),
+        slowest_by_category=_slowest_by_category(answered, batch_size),
     )
 
 
-def _slowest(pairs: Sequence[tuple[Run, Run]], batch_size: int) -> float | None:
-    """In any repeat; ``None`` for plain decoding itself."""
-    found = [
-        slowest_window(run.result.questions, base.result.questions, batch_size)
-        for run, base in pairs
-        if run.method != base.method
-    ]
+def _slowest(answered: Sequence[_Answered], batch_size: int) -> float | None:
+    """In any repeat; ``None`` for plain decoding itself, which is not among them."""
+    found = [slowest_window(own, plain, batch_size) for own, plain in answered]
     return min((value for value in found if value is not None), default=None)
 
 
-def _slowest_by_category(
-    pairs: Sequence[tuple[Run, Run]], batch_size: int
-) -> dict[str, float] | None:
-    """In any repeat; a category of fewer steps counts as a whole."""
-    found: dict[str, float] = {}
-    for run, base in pairs:
-        if run.method == base.method:
-            continue
-        plain = _by_category(base.result.questions, list)
-        for name, own in _by_category(run.result.questions, list).items():
-            value = slowest_window(own, plain[name], batch_size)
-            if value is not None:
-                found[name] = min(value, found.get(name, value))
-    return found or None
+def _slowest_by_category(answered: Sequence[_Answered], batch_size: int) -> dict[str, float] | None:
+    """The same of each; one of fewer steps counts as a whole."""
+    parts: dict[str, list[_Answered]] = {}
+    for own, plain in answered:
+        theirs = _by_category(plain, list)
+        for name, part in _by_category(own, list).items():
+            parts.setdefault(name, []).append((part, theirs[name]))
+    found = {name: _slowest(part, batch_size) for name, part in parts.items()}
+    return {name: value for name, value in found.items() if value is not None} or None
 
 
 def _speed_up(group: Sequence[Run], baselines: dict[tuple[int, int], Run]) -> Spread | None:
