@@ -72,7 +72,7 @@ class AdaptiveNgram(BaseProposer):
     @classmethod
     def check(cls, options: MethodOptions, target: TargetFacts) -> None:
         """A corpus that cannot be read, or is another tokenizer's; raises SpecExtError."""
-        from vllm_spec_ext.proposers.adaptive_ngram import store
+        from vllm_spec_ext.proposers.corpus import store
 
         asked = cast(AdaptiveNgramOptions, options)
         if asked.overlay_file is not None and not target.share_unsalted:
@@ -90,9 +90,8 @@ class AdaptiveNgram(BaseProposer):
             )
         vocab_size, fingerprint = target.vocab_size, None
         if asked.corpus is not None:
-            corpus = store.NgramStore(asked.corpus)
-            fingerprint = store.check_store(corpus, target)
-            vocab_size = corpus.header.vocab_size
+            header = store.open_store(asked.corpus, target).header
+            vocab_size, fingerprint = header.vocab_size, header.fingerprint
         if asked.overlay_file is not None:
             from vllm_spec_ext.proposers.adaptive_ngram.overlay import check_overlay
             from vllm_spec_ext.proposers.adaptive_ngram.overlay_files import file_to_read

@@ -33,13 +33,6 @@ from vllm_spec_ext.proposers.adaptive_ngram.search import (
     settings_array,
 )
 from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings
-from vllm_spec_ext.proposers.adaptive_ngram.store import (
-    MAX_VOCAB,
-    NgramStore,
-    check_store,
-    empty_arrays,
-    target_fingerprint,
-)
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
     Draft,
@@ -48,6 +41,13 @@ from vllm_spec_ext.proposers.base import (
     RequestStep,
     StepContext,
     StepOutcome,
+)
+from vllm_spec_ext.proposers.corpus.store import (
+    MAX_VOCAB,
+    NgramStore,
+    empty_arrays,
+    open_store,
+    target_fingerprint,
 )
 from vllm_spec_ext.proposers.payoff import branches
 from vllm_spec_ext.proposers.payoff.node_payoff import NodePayoff
@@ -87,8 +87,8 @@ class NgramDrafter:
         vocab_size = engine.vocab_size
         self.base = empty_arrays(vocab_size)
         if settings.corpus is not None:
-            self.store = NgramStore(settings.corpus)
-            self.fingerprint = check_store(self.store, engine)
+            self.store = open_store(settings.corpus, engine)
+            self.fingerprint = self.store.header.fingerprint
             # The sentinel row stands at the store's own vocabulary size, which may be smaller
             # than the (padded) one of the model; ids beyond it are in no store.
             vocab_size = self.store.header.vocab_size

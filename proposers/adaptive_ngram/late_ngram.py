@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.adaptive_ngram import late_kernels
 from vllm_spec_ext.proposers.adaptive_ngram.changed_rows import WORDS, ChangedRows, warm_up
-from vllm_spec_ext.proposers.adaptive_ngram.lookup import MAX_BASE
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import SUCCESSORS
 from vllm_spec_ext.proposers.adaptive_ngram.shared_overlays import NO_SLOT
-from vllm_spec_ext.proposers.adaptive_ngram.store import PROB_TABLE, BaseArrays
 from vllm_spec_ext.proposers.base import DeviceTexts, RequestStep
+from vllm_spec_ext.proposers.corpus.store import MAX_SUCCESSORS, PROB_TABLE, BaseArrays
 from vllm_spec_ext.proposers.late_drafting import drafts_of, padded, rows_on_device
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def walk_settings(
         shared_rows: Rows of a shared overlay; 0 = there is none.
         num_drafted: Draft tokens of each request.
     """
-    entries = MAX_BASE * in_corpus + SUCCESSORS * ((own_rows > 0) + (shared_rows > 0))
+    entries = MAX_SUCCESSORS * in_corpus + SUCCESSORS * ((own_rows > 0) + (shared_rows > 0))
     return {
         "BACKOFF": backoff,
         "IN_CORPUS": in_corpus,
@@ -167,7 +166,7 @@ class LateNgram:
             self._drafter.lookup.vocab_size,
             len(base.w2),
             len(base.tok),
-            min(len(base.uni_tok), MAX_BASE),
+            min(len(base.uni_tok), MAX_SUCCESSORS),
             **self._settings,
         )
         return drafts

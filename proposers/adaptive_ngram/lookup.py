@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import OverlayArrays, decay_factor, find_row
-from vllm_spec_ext.proposers.adaptive_ngram.store import PROB_TABLE, BaseArrays
+from vllm_spec_ext.proposers.corpus.rows import base_entries, find_base_row
+from vllm_spec_ext.proposers.corpus.store import MAX_SUCCESSORS, PROB_TABLE, BaseArrays
 
 MAX_ROW = 64  # two merged rows of at most 16 + 8 + 8 successors
-MAX_BASE = 16
 BACKOFF = {"off": 0, "empty": 1, "mix": 2}
 
 
@@ -34,23 +34,6 @@ class Lookup(NamedTuple):
     shared_half_life: float
     normalise: bool
     unseen_weight: float
-
-
-@kernel
-def find_base_row(base: BaseArrays, w1: int, w2: int) -> int:
-    """Row of a context in the store, or -1: index of w1, then binary search of w2."""
-    low = int(base.top[w1])
-    high = min(int(base.top[w1 + 1]), len(base.w2))
-    end = high
-    while low < high:
-        middle = (low + high) >> 1
-        if np.int64(base.w2[middle]) < w2:
-            low = middle + 1
-        else:
-            high = middle
-    if low < end and np.int64(base.w2[low]) == w2:
-        return low
-    return -1
 
 
 @kernel
@@ -121,9 +104,7 @@ def context_row(
     known = 0.0
     row = find_base_row(base, w1, w2)
     if row >= 0:
-        # Clamped, as opening a store does not read every row: damage must not crash the engine.
-        low = np.int64(base.off[row])
-        high = min(np.int64(base.off[row + 1]), np.int64(len(base.tok)), low + MAX_BASE)
+        low, high = base_entries(base, row)
         for place in range(low, high):
             token = np.int64(base.tok[place])
             if token < settings.vocab_size:
@@ -170,7 +151,7 @@ def unigrams(
 ) -> int:
     """Fill in the corpus's most frequent tokens, the last resort; returns their number."""
     count = 0
-    for place in range(min(len(base.uni_tok), MAX_BASE)):
+    for place in range(min(len(base.uni_tok), MAX_SUCCESSORS)):
         token = np.int64(base.uni_tok[place])
         if token < settings.vocab_size:
             tokens[count] = token

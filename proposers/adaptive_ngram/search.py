@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.proposers.adaptive_ngram.lookup import MAX_ROW, Lookup, successors
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import OverlayArrays
-from vllm_spec_ext.proposers.adaptive_ngram.store import BaseArrays
 from vllm_spec_ext.proposers.adaptive_ngram.tree_order import depth_first, published_cut
+from vllm_spec_ext.proposers.corpus.store import BaseArrays
 
 CHAIN, BEST_FIRST, MCTS = 0, 1, 2
 MCTS_ENTRIES = 1 << 15

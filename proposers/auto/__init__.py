@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All sources of drafts in one tree: copies, repetitions, answers, recycled rows, a drafter.
+"""All sources of drafts in one tree: copies, repetitions, answers, a corpus, a drafter.
 
 Each source is best on other text. Here every node of the tree asks all of them for its next tokens;
 what speaks for a token becomes a probability (:mod:`..candidates.calibration`), and the nodes with
@@ -37,6 +37,7 @@ from vllm_spec_ext.proposers.candidates.given_drafts import given_by
 from vllm_spec_ext.proposers.candidates.lookup import Candidates, Lookup
 from vllm_spec_ext.proposers.candidates.node_choice import expected_gain
 from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT
+from vllm_spec_ext.proposers.corpus.store import open_store
 from vllm_spec_ext.proposers.followed_drafts import FollowedDrafts
 from vllm_spec_ext.proposers.inner_method import asked_of
 from vllm_spec_ext.proposers.input_copy import InputCopy
@@ -90,8 +91,10 @@ class Auto(BaseProposer):
 
     @classmethod
     def check(cls, options: MethodOptions, target: TargetFacts) -> None:
-        """What the drafter checks; raises SpecExtError."""
-        asked = cast(AutoOptions, options).drafter
+        """A corpus that cannot be read, and what the drafter checks; raises SpecExtError."""
+        corpus, asked = cast(AutoOptions, options).corpus, cast(AutoOptions, options).drafter
+        if corpus is not None:
+            open_store(corpus, target)
         if asked is not None:
             asked.proposer().check(asked.parsed, replace(target, is_level=True))
 
@@ -134,6 +137,7 @@ class Auto(BaseProposer):
             recycled_contexts=options.recycled_contexts,
             max_cache_salts=options.max_cache_salts,
             max_ngram=options.max_ngram,
+            corpus=None if options.corpus is None else open_store(options.corpus, engine).arrays,
         )
         if self._copy is not None:
             self._copy.start(engine)

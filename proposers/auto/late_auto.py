@@ -36,6 +36,8 @@ _COPY = (NAMES[-1],)
 
 def why_not_late(options: AutoOptions) -> str | None:
     """Why drafts wait for each step's tokens; None if they need not."""
+    if options.corpus is not None:
+        return "its corpus is looked up on the host"
     asked = options.drafter
     if asked is not None and asked.options.get("tree"):
         return 'its drafter drafts trees; leave "tree" out'

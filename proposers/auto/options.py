@@ -82,6 +82,10 @@ class AutoOptions(MethodOptions):
     """Contexts, of one or two tokens, whose likeliest next tokens are kept where the target
     verified them; 80 bytes each. Shared as answers are. 0 keeps none."""
 
+    corpus: str | None = None
+    """Folder or file made by ``vllm-spec corpus build``: which tokens followed which others in text
+    like that to come, such as the target's answers. All requests draft from it."""
+
     drafter: Drafter | None = None
     """A method that drafts with a checkpoint, with its options: ``{"method": "blockwise", "model":
     FOLDER}``; or any other but those that look up what `auto` has anyway. Its ``draw`` stays
@@ -97,9 +101,9 @@ class AutoOptions(MethodOptions):
     @model_validator(mode="after")
     def _check_sources(self) -> Self:
         some = self.copy_input or self.own_text or self.earlier_answers or self.recycled_contexts
-        if not some and self.drafter is None:
+        if not some and self.corpus is None and self.drafter is None:
             raise ValueError(
                 "found every source switched off; leave one of copy_input, own_text, "
-                "earlier_answers, recycled_contexts on, or name a drafter"
+                "earlier_answers, recycled_contexts on, or name a corpus or a drafter"
             )
         return self

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What speaks for a candidate: a class of strength for each source that names it.
 
-Sources are looked up node by node (the text's own past, earlier answers, recycled rows) or bring a
-small tree of their own (a copy of the input, a trained drafter). Class 0 is "this source has
-nothing to say here", those from :data:`OTHERS` on are "it names other tokens", by how much speaks
-for these. Sources are not independent (a copy of the input is found in the text, too), so which of
-them name a token together is a column of its own. The arithmetic of classes is in :mod:`.kernels`,
-compiled with the search.
+Sources are looked up node by node (the text's own past, earlier answers, recycled rows, a corpus)
+or bring a small tree of their own (a copy of the input, a trained drafter). Class 0 is "this source
+has nothing to say here", those from :data:`OTHERS` on are "it names other tokens", by how much
+speaks for these. Sources are not independent (a copy of the input is found in the text, too), so
+which of them name a token together is a column of its own. The arithmetic of classes is in
+:mod:`.kernels`, compiled with the search.
 """
 
-OWN, ANSWERS, RECYCLED, COPY, DRAFTER = range(5)
-NUM_SOURCES = 5
+OWN, ANSWERS, RECYCLED, CORPUS, COPY, DRAFTER = range(6)
+NUM_SOURCES = 6
 TOGETHER = NUM_SOURCES
 """The column behind those of the sources: 1, and 2**source for each that names the token."""
 NUM_COLUMNS = NUM_SOURCES + 1
-NAMES = ("own text", "earlier answers", "recycled", "copy")
+NAMES = ("own text", "earlier answers", "recycled", "corpus", "copy")
 """Of the sources in that order; the last one is called what its method is called."""
 
 OTHERS = 64

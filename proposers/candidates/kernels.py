@@ -11,6 +11,7 @@ from vllm_spec_ext.compiled import kernel
 from vllm_spec_ext.proposers.candidates.evidence import (
     ANSWERS,
     COPY,
+    CORPUS,
     LEAST_SAME,
     LENGTHS,
     NUM_COLUMNS,
@@ -25,12 +26,14 @@ from vllm_spec_ext.proposers.candidates.evidence import (
     TOGETHER,
     matched_class,
 )
+from vllm_spec_ext.proposers.corpus.rows import base_entries, find_base_row
+from vllm_spec_ext.proposers.corpus.store import MAX_SUCCESSORS, PROB_TABLE
 from vllm_spec_ext.proposers.text_index.occurrence_kernels import agreeing_tokens, latest_places
 
 WAYS = 4  # slots in which an entry of the table of recycled rows may stand
 NO_CONTEXT = -1  # in place of the token before the last: an entry of one token of context
 _MOST_PLACES = 32  # of a match, the latest ones
-_MOST_CANDIDATES = 96  # of one node
+_MOST_CANDIDATES = 96 + MAX_SUCCESSORS  # of one node
 _MOST_WAITING = 4096
 _NOWHERE = -2  # a node that a draft does not have
 _BOUNDS = np.array(PROBS)
@@ -230,7 +233,7 @@ def given_class(probability, deep):  # type: ignore[no-untyped-def]
 
     Args:
         probability: Behind its parent.
-        deep: Recycled: under one token instead of two. Others: not the first of its draft.
+        deep: Recycled, corpus: under one token instead of two. Others: not the first of its draft.
     """
     return 1 + deep * NUM_PROBS + np.searchsorted(_BOUNDS, probability, side="right")
 
@@ -268,6 +271,27 @@ def _name_recycled(  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _name_in_corpus(text, begin, end, corpus, candidates, classes, count):  # type: ignore[no-untyped-def]
+    """Name what followed these tokens in a corpus; returns the number of candidates."""
+    vocab_size = len(corpus.top) - 2  # of the store, whose rows of one token stand behind it
+    last, row, order = text[end - 1], -1, 0
+    if not 0 <= last < vocab_size:
+        return count
+    if end - begin >= 2 and 0 <= text[end - 2] < vocab_size:
+        row = find_base_row(corpus, text[end - 2], last)
+    if row < 0:
+        row, order = find_base_row(corpus, vocab_size, last), 1
+    if row >= 0:
+        low, high = base_entries(corpus, row)
+        for place in range(low, high):
+            token = np.int64(corpus.tok[place])
+            if token < vocab_size:
+                strength = given_class(PROB_TABLE[corpus.prob[place]], order)
+                count = _add(candidates, classes, count, token, CORPUS, strength)
+    return count
+
+
+@kernel
 def _name_given(given, which, pointer, candidates, classes, count):  # type: ignore[no-untyped-def]
     """Name the children of a node in one of the drafts; returns the number of candidates."""
     tokens, parents, strengths, second = given
@@ -292,7 +316,7 @@ def _find_given(given, which, pointer, token):  # type: ignore[no-untyped-def]
 @kernel
 def _name_candidates(  # type: ignore[no-untyped-def]
     texts, begins, depth, token, own, answers, asked, above, here, vocab_size, max_ngram, table,
-    group, drafts, pointers, candidates, classes,
+    group, corpus, drafts, pointers, candidates, classes,
 ):  # fmt: skip
     """Name what sources have behind a node; returns the number of candidates.
 
@@ -320,6 +344,8 @@ def _name_candidates(  # type: ignore[no-untyped-def]
         count = _name_recycled(
             texts[OWN], begins[OWN], end, table, group, candidates, classes, count
         )
+    if corpus is not None:
+        count = _name_in_corpus(texts[OWN], begins[OWN], end, corpus, candidates, classes, count)
     for which in range(2):
         count = _name_given(drafts, which, pointers[which], candidates, classes, count)
     return count
@@ -380,8 +406,8 @@ def _write_path(texts, end, tokens, parents, node):  # type: ignore[no-untyped-d
 
 @kernel
 def grow(  # type: ignore[no-untyped-def]
-    end, said, asked, own, answers, table, group, given, weights, vocab_size, max_ngram, room, ends,
-    least,
+    end, said, asked, own, answers, table, group, corpus, given, weights, vocab_size, max_ngram,
+    room, ends, least,
 ):  # fmt: skip
     """The nodes with the largest path probabilities, best first; they are a tree.
 
@@ -393,6 +419,7 @@ def grow(  # type: ignore[no-untyped-def]
         answers: Index of earlier answers; the same.
         table: Keys, tokens and probabilities of recycled rows.
         group: Whose rows may be seen; below 0 = none.
+        corpus: Sections of a store whose vocabulary is no larger; None = there is none.
         given: Tokens, parents and path probabilities of the drafts that sources bring, and where
             the second one begins; parents are places in the same draft.
         weights: [columns, classes] log-odds that each adds; 0 in class 0.
@@ -435,7 +462,7 @@ def grow(  # type: ignore[no-untyped-def]
             _write_path(texts, max_ngram + depth, tokens, parents, node)
             count = _name_candidates(
                 texts, begins, depth, token, own, answers, asked, above, here, vocab_size,
-                max_ngram, table, group, drafts, pointers[state], candidates, classes,
+                max_ngram, table, group, corpus, drafts, pointers[state], candidates, classes,
             )  # fmt: skip
         _probabilities(classes, count, weights, odds)
         odds[:count] *= paths[node] if node >= 0 else 1.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources without a model: what a text, earlier answers and recycled rows say of the next tokens.
+"""Sources without a model: what texts, recycled rows and a corpus say of the next tokens.
 
 State of an engine. Everything a request says serves requests of its share group alone.
 """
@@ -14,6 +14,7 @@ from vllm_spec_ext.proposers.candidates.evidence import NUM_CLASSES, NUM_COLUMNS
 from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
 from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT, RecycledRows
 from vllm_spec_ext.proposers.candidates.share_numbers import ShareNumbers
+from vllm_spec_ext.proposers.corpus.store import BaseArrays
 from vllm_spec_ext.proposers.text_index.answer_memory import AnswerMemories, opened
 from vllm_spec_ext.proposers.text_index.occurrence_index import OccurrenceIndex, warm_up
 from vllm_spec_ext.proposers.text_index.request_texts import RequestTexts
@@ -58,6 +59,7 @@ class Lookup:
         recycled_contexts: int,
         max_cache_salts: int,
         max_ngram: int,
+        corpus: BaseArrays | None = None,
     ) -> None:
         """Start empty, and compile the search.
 
@@ -68,6 +70,7 @@ class Lookup:
             recycled_contexts: Contexts whose rows are kept; 0 = none.
             max_cache_salts: Groups with a salt that are known at a time.
             max_ngram: Longest suffix that is looked up.
+            corpus: Sections of a store whose vocabulary is no larger.
         """
         from vllm_spec_ext.proposers.candidates import kernels
 
@@ -82,6 +85,7 @@ class Lookup:
         self._numbers = ShareNumbers(max_cache_salts)
         self._rows = RecycledRows(recycled_contexts)
         self._recycles = recycled_contexts > 0
+        self._corpus = corpus
         self._known: dict[str, _Known] = {}
         self._idle: set[str] = set()  # without room in the step before
         self._warm_up()
@@ -100,8 +104,9 @@ class Lookup:
         args = (self._vocab_size, self._max_ngram, 1, np.zeros(0, np.int32), 1.0)
         end = np.zeros(1, np.int32)
         self._kernels.grow(
-            end, end, (_NO_ANSWERS, 0), nothing, nothing, rows.table, 0, no_drafts, weights, *args
-        )
+            end, end, (_NO_ANSWERS, 0), nothing, nothing, rows.table, 0, self._corpus, no_drafts,
+            weights, *args,
+        )  # fmt: skip
 
     def follow(self, request: RequestStep) -> None:
         """See what a step gave; call it for each request in each step, right after it."""
@@ -155,6 +160,7 @@ class Lookup:
             (self._nothing if answers is None else answers.index).arrays,
             self._rows.table,
             group,
+            self._corpus,
             (given.tokens, given.parents, given.paths, given.second),
             weights,
             self._vocab_size,

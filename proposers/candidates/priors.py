@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from vllm_spec_ext.proposers.candidates.evidence import (
     ANSWERS,
     COPY,
+    CORPUS,
     DRAFTER,
     NUM_CLASSES,
     NUM_COLUMNS,
@@ -48,9 +49,14 @@ _MATCHED = {
         (3.5, 3.5, 3.5, 1, 0, -1, -2),
     ),
 }
-# A number for each probability: recycled under two tokens, then one; first node, then further ones.
+# A number for each probability: recycled or corpus under two tokens, then one; of others the first
+# node, then further ones.
 _GIVEN = {
     RECYCLED: (
+        (-2.49, -2.24, -2.19, -1.98, -1.48, -0.98, -0.7, -0.35, -0.2, -0.05),
+        (-2.35, -2.53, -2.14, -1.76, -1.23, -0.89, -0.64, -0.71, -0.61, -0.53),
+    ),
+    CORPUS: (
         (-2.49, -2.24, -2.19, -1.98, -1.48, -0.98, -0.7, -0.35, -0.2, -0.05),
         (-2.35, -2.53, -2.14, -1.76, -1.23, -0.89, -0.64, -0.71, -0.61, -0.53),
     ),
@@ -68,18 +74,27 @@ _NAMES_OTHERS = {
     OWN: (-0.27, -0.29, -0.39, -0.92, -1.19, -1.43, -1.88),
     ANSWERS: (-0.26, -0.1, -0.3, -0.43, -0.66, -0.9, -0.45, -2),
     RECYCLED: (-0.9, -0.81),
+    CORPUS: (-0.9, -0.81),
     COPY: (0.07, 0.07),
     DRAFTER: (-0.81, -0.54),
 }
 # Sources that name the token: none of these, own text, answers, both; the same with recycled rows,
-# with a copy, with both of them. Then all of these with a drafter.
+# with a corpus, with both of them. Then all of these with a copy, then all so far with a drafter.
 _TOGETHER = (
+    (0, -0.81, -1.42, 0.62),
+    (-0.9, 0.35, 0.58, 1.46),
     (0, -0.81, -1.42, 0.62),
     (-0.9, 0.35, 0.58, 1.46),
     (-1.13, -1.15, 0.2, -0.04),
     (0.05, -0.03, 1.23, 0.83),
+    (-1.13, -1.15, 0.2, -0.04),
+    (0.05, -0.03, 1.23, 0.83),
     (-0.75, -0.52, 0.25, -0.11),
     (1.46, 0.39, 2.06, 1.97),
+    (-0.75, -0.52, 0.25, -0.11),
+    (1.46, 0.39, 2.06, 1.97),
+    (0.51, -1.3, 0.19, 0.21),
+    (0.4, -0.05, 1.37, 0.77),
     (0.51, -1.3, 0.19, 0.21),
     (0.4, -0.05, 1.37, 0.77),
 )

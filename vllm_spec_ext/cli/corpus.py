@@ -69,8 +69,8 @@ def build(
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
     """Count the trigrams of a corpus and write the store that adaptive_ngram reads."""
-    from vllm_spec_ext.proposers.adaptive_ngram.build import BuildSettings, build_store
-    from vllm_spec_ext.proposers.adaptive_ngram.documents import read_documents
+    from vllm_spec_ext.proposers.corpus.build import BuildSettings, build_store
+    from vllm_spec_ext.proposers.corpus.documents import read_documents
 
     files = [*inputs, *(more_inputs or [])]
     for path in files:
@@ -117,7 +117,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a store holds and, with --verify, whether it is intact."""
-    from vllm_spec_ext.proposers.adaptive_ngram.store import NgramStore
+    from vllm_spec_ext.proposers.corpus.store import NgramStore
 
     store = NgramStore(path)
     if verify:

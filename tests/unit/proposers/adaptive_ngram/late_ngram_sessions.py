@@ -10,30 +10,20 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from number_corpus import NumberTokenizer, build_corpus
 from texts_that_copy import texts_that_copy
 
 from vllm_spec_ext.options import RequestOptions
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
-from vllm_spec_ext.proposers.adaptive_ngram.build import BuildSettings, build_store
 from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.base import UNSALTED, EngineHandle, RequestStep, StepContext
 
-VOCAB = 10
+VOCAB = 10  # one more than the tokenizer knows
 K = 6
 BATCH = 3
 
 
-class Tokenizer:
-    """Knows one token fewer than the model."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {str(i): i for i in range(VOCAB - 1)}
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [int(word) if word.isdigit() else VOCAB - 2 for word in text.split()]
-
-
-ENGINE = EngineHandle(VOCAB, 4096, BATCH, K, "none", Tokenizer)
+ENGINE = EngineHandle(VOCAB, 4096, BATCH, K, "none", lambda: NumberTokenizer(VOCAB - 1))
 
 
 @cache
@@ -42,11 +32,8 @@ def corpus() -> str:
     folder = TemporaryDirectory()
     corpus.folder = folder  # type: ignore[attr-defined]  # lives as long as the process
     draw = np.random.default_rng(5)
-    documents = [
-        (" ".join(map(str, draw.integers(0, VOCAB - 2, 40) // draw.integers(1, 4, 40))), 1)
-        for _ in range(3)
-    ]
-    build_store(documents, Tokenizer(), Path(folder.name), BuildSettings(min_count_bigram=1))
+    documents = [draw.integers(0, VOCAB - 2, 40) // draw.integers(1, 4, 40) for _ in range(3)]
+    build_corpus(Path(folder.name), documents, VOCAB - 1, min_count_bigram=1)
     return folder.name
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from number_corpus import NumberTokenizer, build_corpus
 from typer.testing import CliRunner
 
 from vllm_spec_ext.cli import simulate as simulate_module
@@ -20,7 +21,6 @@ from vllm_spec_ext.options import RequestOptions, parse_options
 from vllm_spec_ext.parsed_method import parse_method
 from vllm_spec_ext.proposers import registry
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
-from vllm_spec_ext.proposers.adaptive_ngram.build import BuildSettings, build_store
 from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.adaptive_ngram.reference import ADED_REFERENCE, INTERNAL
 from vllm_spec_ext.proposers.adaptive_ngram.settings import NgramSettings, settings_of
@@ -42,26 +42,13 @@ from vllm_spec_ext.replay import (
 V = 50
 
 
-class NumberTokenizer:
-    """Numbers separated by spaces are their own ids."""
-
-    def __init__(self, size: int = V) -> None:
-        self.size = size
-
-    def get_vocab(self) -> dict[str, int]:
-        return {str(i): i for i in range(self.size)}
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return [int(word) % self.size for word in text.split() if word.isdigit()]
-
-
 def engine(budget: int = 8, seqs: int = 4, tokenizer: object | None = None) -> EngineHandle:
     return EngineHandle(V, 4096, seqs, budget, "MODEL", lambda: tokenizer)
 
 
 def started(budget: int = 8, seqs: int = 4, **options: object) -> AdaptiveNgram:
     proposer = AdaptiveNgram(NgramSettings.model_validate(options))
-    proposer.start(engine(budget, seqs, NumberTokenizer()))
+    proposer.start(engine(budget, seqs, NumberTokenizer(V)))
     return proposer
 
 
@@ -189,8 +176,7 @@ def test_memory_is_flat() -> None:
 
 
 def test_corpus_is_used_and_checked(tmp_path: Path) -> None:
-    text = " ".join(map(str, [7, 8, 9, 10] * 20))
-    build_store([(text, 1)], NumberTokenizer(), tmp_path, BuildSettings())
+    build_corpus(tmp_path, [[7, 8, 9, 10] * 20], V)
     proposer = started(corpus=str(tmp_path), overlay="none")
     draft = proposer.propose(StepContext([request("a", [7, 8])]))[0]
     assert draft.tokens[:4].tolist() == [9, 10, 7, 8]
@@ -340,8 +326,8 @@ def make_app() -> typer.Typer:
 
 
 def test_simulate_and_corpus_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate_module, "load_tokenizer", lambda name: NumberTokenizer())
-    monkeypatch.setattr("vllm_spec_ext.cli.corpus.load_tokenizer", lambda name: NumberTokenizer())
+    monkeypatch.setattr(simulate_module, "load_tokenizer", lambda name: NumberTokenizer(V))
+    monkeypatch.setattr("vllm_spec_ext.cli.corpus.load_tokenizer", lambda name: NumberTokenizer(V))
     rows = [
         {"prompt_token_ids": [1, 2, 3], "output_token_ids": [1, 2, 3] * 5, "category": "a"},
         {"prompt": "1 2 3", "output": "1 2 3 1 2 4 1 2 3"},
@@ -419,7 +405,7 @@ def test_a_replay_writes_no_files(tmp_path: Path) -> None:
     (point,) = make_points("adaptive_ngram", [options])
     recordings = [Recording([1, 2, 3, 1, 2], [3, 1, 2, 3, 1, 2])]
     proposer, engine = simulate_module.start(
-        "adaptive_ngram", point, recordings, NumberTokenizer(), "", 1
+        "adaptive_ngram", point, recordings, NumberTokenizer(V), "", 1
     )
     replay(proposer, recordings, engine)
     proposer.close()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from number_corpus import build_corpus
 
-from vllm_spec_ext.proposers.adaptive_ngram.build import BuildSettings, build_store
 from vllm_spec_ext.proposers.adaptive_ngram.lookup import BACKOFF, MAX_ROW, Lookup, successors
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import OverlayPool, learn
 from vllm_spec_ext.proposers.adaptive_ngram.search import (
@@ -20,8 +20,8 @@ from vllm_spec_ext.proposers.adaptive_ngram.search import (
     search_batch,
     settings_array,
 )
-from vllm_spec_ext.proposers.adaptive_ngram.store import BaseArrays, empty_arrays
 from vllm_spec_ext.proposers.adaptive_ngram.tree_order import depth_first, published_cut
+from vllm_spec_ext.proposers.corpus.store import BaseArrays, empty_arrays
 
 V = 8
 Node = tuple[int, ...]  # the path of tokens from the root
@@ -278,20 +278,9 @@ def test_fading_makes_nothing_more_certain() -> None:
     assert shares == pytest.approx([2 / 3, 1.01 / 2.01, 0.5, 0.5, 0.5, 0.3])
 
 
-class TinyTokenizer:
-    """Digits are their own ids."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {str(i): i for i in range(V)}
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [int(c) for c in text if c in "01234567"]
-
-
 def test_store_and_overlays_together_equal_brute_force(tmp_path: Path) -> None:
     rng = np.random.default_rng(9)
-    text = "".join(map(str, rng.integers(0, V, 400)))
-    store = build_store([(text, 400)], TinyTokenizer(), tmp_path, BuildSettings(top_k=3))
+    store = build_corpus(tmp_path, [rng.integers(0, V, 400)], V, top_k=3)
     model = Model(9, base=store.arrays)
     expected = sorted(model.brute_force(1, 2, 2).values(), reverse=True)[:24]
     assert sorted(model.search(1, 2, 24, max_depth=2).values(), reverse=True) == pytest.approx(

@@ -3,10 +3,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from number_corpus import NumberTokenizer, build_corpus
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions, parse_options
@@ -23,6 +25,7 @@ from vllm_spec_ext.proposers.base import (
     RequestStep,
     StepContext,
     StepOutcome,
+    TargetFacts,
     proposer,
 )
 from vllm_spec_ext.proposers.input_copy.options import InputCopyRequest
@@ -31,6 +34,13 @@ from vllm_spec_ext.replay import Recording, replay
 
 VOCAB = 500
 RANDOM = np.random.default_rng(0)
+OFF: dict[str, Any] = {
+    "copy_input": False,
+    "own_text": False,
+    "earlier_answers": 0,
+    "recycled_contexts": 0,
+}
+"""Every source that is there without a name."""
 
 
 def engine(budget: int = 16) -> EngineHandle:
@@ -40,7 +50,7 @@ def engine(budget: int = 16) -> EngineHandle:
         max_num_seqs=8,
         num_speculative_tokens=budget,
         model="none",
-        load_tokenizer=lambda: None,
+        load_tokenizer=lambda: NumberTokenizer(VOCAB),
     )
 
 
@@ -70,22 +80,52 @@ def test_it_drafts_as_well_as_the_best_of_its_sources() -> None:
 
 
 def test_each_source_can_be_switched_off() -> None:
-    off: dict[str, Any] = {
-        "copy_input": False,
-        "own_text": False,
-        "earlier_answers": 0,
-        "recycled_contexts": 0,
-    }
     again = [REPEATED, Recording(words(20), REPEATED.output_token_ids)]
     found = {}
     for on in ({"own_text": True}, {"copy_input": True}, {"earlier_answers": 1000}):
-        options = {**off, **on}
+        options = {**OFF, **on}
         found[next(iter(on))] = replay(started(**options), again, engine()).tokens_per_step
     assert found["own_text"] > 1.5
     assert found["copy_input"] == 1.0  # nothing of the prompt is said again
     assert found["earlier_answers"] > 1.5
     with pytest.raises(SpecExtError, match="every source switched off"):
-        parse_options(Auto.info.options, off, "auto")
+        parse_options(Auto.info.options, OFF, "auto")
+
+
+def test_a_corpus_is_a_source_of_all_requests(tmp_path: Path) -> None:
+    texts = [words(30) for _ in range(3)]
+    path = str(build_corpus(tmp_path, texts * 2, VOCAB).path.parent)
+    asked = [Recording(words(20), text) for text in texts]  # each of them is said once
+    assert replay(started(), asked, engine()).tokens_per_step < 1.1
+    method = started(corpus=path)
+    found = replay(method, asked, engine()).tokens_per_step
+    assert found > 5
+    tokens = np.array([*words(20), *texts[1][:4]], np.int32)
+    request = RequestStep("r", tokens, 20, texts[1][:4], 8, InputCopyRequest(), share_group=None)
+    [draft] = method.propose(StepContext([request]))
+    assert draft.tokens[:3].tolist() == texts[1][4:7]
+    assert draft.sources is not None
+    assert draft.sources[0] == ("corpus",)
+    assert replay(started(corpus=path, **OFF), asked, engine()).tokens_per_step > 0.9 * found
+    assert not Auto.drafts_late(method.options)
+
+
+def test_a_corpus_that_does_not_fit_is_refused_before_the_engine_starts(tmp_path: Path) -> None:
+    build_corpus(tmp_path, [[1, 2, 3]] * 2, VOCAB)
+
+    def check(folder: Path, tokenizer: object | None, vocab_size: int = VOCAB) -> None:
+        target = TargetFacts("MODEL", vocab_size, 8, 8, lambda: tokenizer)
+        Auto.check(parse_options(Auto.info.options, {"corpus": str(folder)}, "auto"), target)
+
+    check(tmp_path, NumberTokenizer(VOCAB), VOCAB + 4)
+    with pytest.raises(SpecExtError, match="another tokenizer"):
+        check(tmp_path, NumberTokenizer(VOCAB - 1))
+    with pytest.raises(SpecExtError, match="found a vocabulary of 500, expected at most"):
+        check(tmp_path, NumberTokenizer(VOCAB), VOCAB - 1)
+    with pytest.raises(SpecExtError, match=r"found no tokenizer .*expected the one"):
+        check(tmp_path, None)
+    with pytest.raises(SpecExtError, match="no n-gram store"):
+        check(tmp_path / "missing", NumberTokenizer(VOCAB))
 
 
 def test_a_request_that_says_no_is_not_drafted_for_and_not_remembered() -> None:

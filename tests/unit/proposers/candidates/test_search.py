@@ -2,14 +2,23 @@
 """The search for the best tree, against its definition."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from number_corpus import build_corpus
 
 from vllm_spec_ext.proposers.base import UNSALTED, NextTokens, RequestStep
 from vllm_spec_ext.proposers.candidates import evidence
-from vllm_spec_ext.proposers.candidates.evidence import ANSWERS, COPY, DRAFTER, OWN, RECYCLED
+from vllm_spec_ext.proposers.candidates.evidence import (
+    ANSWERS,
+    COPY,
+    CORPUS,
+    DRAFTER,
+    OWN,
+    RECYCLED,
+)
 from vllm_spec_ext.proposers.candidates.given_drafts import NOTHING_GIVEN, Given
 from vllm_spec_ext.proposers.candidates.kernels import given_class
 from vllm_spec_ext.proposers.candidates.lookup import Lookup
@@ -407,3 +416,38 @@ def test_an_answer_is_remembered_to_its_last_drafted_token(
     sources.follow(again)
     found = sources.grow(again, WEIGHTS, 0.2)
     assert found.tokens.tolist()[: len(LAST)] == LAST
+
+
+def test_a_corpus_is_asked_by_two_tokens_and_then_by_one(tmp_path: Path) -> None:
+    # 1 2 -> 3 twice, 3 2 -> 4 thrice; so 2 -> 4 in three of five. What occurs once is left out.
+    store = build_corpus(tmp_path, [*[[1, 2, 3]] * 2, *[[3, 2, 4]] * 3, [5, 1, 0]], VOCAB)
+    sources = lookup(own_text=False, corpus=store.arrays)
+    two, one = given_class(1.0, 0), given_class(0.6, 1)
+    for text, token, strength in (
+        ([1, 2], 3, two),
+        ([3, 2], 4, two),
+        ([5, 2], 4, one),
+        ([2], 4, one),
+        ([-1, 2], 4, one),
+    ):
+        step = request(text, name=f"{text}", num_prompt_tokens=1)
+        sources.follow(step)
+        found = sources.grow(step, WEIGHTS, 0.0)
+        assert found.tokens[0] == token
+        assert found.evidence[0, CORPUS] == strength
+        assert not found.evidence[0, [OWN, ANSWERS, RECYCLED, COPY, DRAFTER]].any()
+    step = request([1, 2], name="on", num_prompt_tokens=1)
+    sources.follow(step)
+    assert sources.grow(step, WEIGHTS, 0.0).tokens.tolist()[:1] == [3]
+    unknown = request([0, 0], name="unknown", num_prompt_tokens=1)
+    sources.follow(unknown)
+    assert not len(sources.grow(unknown, WEIGHTS, 0.0))
+
+
+def test_a_corpus_of_fewer_tokens_than_the_target_has(tmp_path: Path) -> None:
+    store = build_corpus(tmp_path, [[1, 2, 3]] * 2, 4)  # ids 4 and 5 are the target's alone
+    sources = lookup(own_text=False, corpus=store.arrays)
+    for text, expected in (([1, 2], [3]), ([5, 2], [3]), ([1, 5], []), ([4, 4], [])):
+        step = request(text, name=f"{text}", num_prompt_tokens=1)
+        sources.follow(step)
+        assert sources.grow(step, WEIGHTS, 0.0).tokens.tolist() == expected

@@ -4,6 +4,7 @@
 from vllm_spec_ext.proposers.candidates.evidence import (
     ANSWERS,
     COPY,
+    CORPUS,
     DRAFTER,
     LENGTHS,
     NUM_PROBS,
@@ -36,11 +37,11 @@ def test_every_class_that_speaks_for_a_token_has_a_name() -> None:
         assert not any(of_source[last + 1 :])
     assert names[OWN][matched_class(4, 0)] == "4 to 9 tokens agree, one continuation"
     assert names[ANSWERS][matched_class(7, 5)] == "same prompt, several continuations"
-    for source in (RECYCLED, COPY, DRAFTER):
+    for source in (RECYCLED, CORPUS, COPY, DRAFTER):
         assert names[source][1] == names[source][1 + NUM_PROBS] == "probability under 0.15"
         assert names[source][NUM_PROBS] == "probability 0.85 or more"
 
 
 def test_labels_of_metrics_stay_few() -> None:
     kinds = [len(set(filter(None, of_source))) for of_source in names_of_classes()]
-    assert kinds == [8, 10, 4, 4, 4]
+    assert kinds == [8, 10, 4, 4, 4, 4]

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import tokenizer_fingerprint, tokenizer_vocab_size
-from vllm_spec_ext.proposers.adaptive_ngram.counting import Counter, Counts, Keys
-from vllm_spec_ext.proposers.adaptive_ngram.lookup import MAX_BASE
-from vllm_spec_ext.proposers.adaptive_ngram.store import (
+from vllm_spec_ext.proposers.corpus.counting import Counter, Counts, Keys
+from vllm_spec_ext.proposers.corpus.store import (
     ALIGN,
     FILE_NAME,
     HEADER_BYTES,
+    MAX_SUCCESSORS,
     MAX_VOCAB,
     SECTIONS,
     Header,
@@ -46,8 +46,8 @@ class BuildSettings:
 
     def __post_init__(self) -> None:
         """Check the bounds."""
-        if not 1 <= self.top_k <= MAX_BASE:
-            raise SpecExtError(f"top_k={self.top_k}; expected 1 to {MAX_BASE}")
+        if not 1 <= self.top_k <= MAX_SUCCESSORS:
+            raise SpecExtError(f"top_k={self.top_k}; expected 1 to {MAX_SUCCESSORS}")
         if min(self.min_count_bigram, self.min_count_trigram) < 1:
             raise SpecExtError("minimum counts start at 1, which keeps everything")
         if self.memory_bytes < 1 << 20:

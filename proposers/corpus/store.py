@@ -32,6 +32,7 @@ FILE_NAME = "trigrams.vsx"
 BYTE_ORDER_MARK = 0x01020304
 PREFIX = struct.Struct("<8sIIII")  # magic, version, byte order, CRC of the JSON, its length
 SECTIONS = ("top", "w2", "off", "tok", "prob", "uni_tok", "uni_prob")
+MAX_SUCCESSORS = 16  # of a row
 MAX_VOCAB = (1 << 21) - 2  # three token ids and a sentinel are packed into 21 bits each
 PROB_STEPS = 16.0  # an 8-bit probability q stands for 2 ** (-q / 16): 2 % relative error at most
 PROB_TABLE = np.exp2(-np.arange(256, dtype=np.float32) / PROB_STEPS).astype(np.float32)
@@ -243,23 +244,24 @@ def target_fingerprint(target: TargetFacts | EngineHandle) -> str:
     tokenizer = target.load_tokenizer()
     if tokenizer is None:
         raise SpecExtError(
-            "adaptive_ngram must check that its corpus or overlay_file fits the tokenizer, "
-            "but the engine has none (skip_tokenizer_init); load the tokenizer, or leave "
-            "out corpus and overlay_file"
+            "found no tokenizer (skip_tokenizer_init), expected the one that the corpus or "
+            "overlay_file was made with, to check that they fit; load the tokenizer, or leave out "
+            "corpus and overlay_file"
         )
     return tokenizer_fingerprint(tokenizer)
 
 
-def check_store(store: NgramStore, target: TargetFacts | EngineHandle) -> str:
-    """Refuse a store of another tokenizer, or of a larger vocabulary; the tokenizer's fingerprint.
+def open_store(path: str, target: TargetFacts | EngineHandle) -> NgramStore:
+    """A store for a target.
 
     Raises:
-        SpecExtError: It cannot be used with this target.
+        SpecExtError: There is none, it is damaged, or of another tokenizer or larger vocabulary.
     """
-    header, found = store.header, target_fingerprint(target)
+    store = NgramStore(path)
+    header = store.header
     check_fingerprint(
         header.fingerprint,
-        found,
+        target_fingerprint(target),
         f"n-gram store {store.path} (tokenizer {header.tokenizer})",
         f"Build one with `vllm-spec corpus build --tokenizer {target.model}`.",
     )
@@ -268,4 +270,4 @@ def check_store(store: NgramStore, target: TargetFacts | EngineHandle) -> str:
             f"n-gram store {store.path}: found a vocabulary of {header.vocab_size}, expected "
             f"at most the model's {target.vocab_size}; build it with the model's own tokenizer"
         )
-    return found
+    return store

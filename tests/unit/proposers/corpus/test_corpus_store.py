@@ -13,10 +13,10 @@ import pytest
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import fingerprint, tokenizer_fingerprint
-from vllm_spec_ext.proposers.adaptive_ngram.build import BuildSettings, build_store, encode
-from vllm_spec_ext.proposers.adaptive_ngram.counting import Counter
-from vllm_spec_ext.proposers.adaptive_ngram.documents import read_documents
-from vllm_spec_ext.proposers.adaptive_ngram.store import (
+from vllm_spec_ext.proposers.corpus.build import BuildSettings, build_store, encode
+from vllm_spec_ext.proposers.corpus.counting import Counter
+from vllm_spec_ext.proposers.corpus.documents import read_documents
+from vllm_spec_ext.proposers.corpus.store import (
     FILE_NAME,
     HEADER_BYTES,
     PROB_TABLE,
