@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @proposer(
     "auto",
-    summary="Every source of drafts in one tree: copies, repetitions, recycled rows, a drafter.",
+    summary="Every source of drafts in one tree: copies, repetitions, a corpus, a drafter.",
     options=AutoOptions,
     request_options=InputCopyRequest,
     num_speculative_tokens=32,

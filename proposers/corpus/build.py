@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building the base store from a corpus: tokenise, count, keep the best successors, write."""
+"""Building a store from a corpus: tokenise, count, keep the best successors, write."""
 
 import os
 import shutil
@@ -29,6 +29,9 @@ from vllm_spec_ext.proposers.corpus.store import (
     encode_header,
     quantise,
 )
+
+Piece = tuple[Sequence[NDArray[np.uint64]], int]
+"""Some documents, as token ids inside the vocabulary, and the bytes that were read for them."""
 
 BATCH_CHARS = 1 << 20
 _WORK = ".build-"
@@ -80,6 +83,17 @@ def batches(documents: Iterable[tuple[str, int]]) -> Iterator[tuple[list[str], i
             texts, chars, read = [], 0, 0
     if texts:
         yield texts, read
+
+
+def tokenised(documents: Iterable[tuple[str, int]], tokenizer: object) -> Iterator[Piece]:
+    """Documents of text as :func:`build_store` takes them.
+
+    Args:
+        documents: Texts, each with the bytes read for it.
+        tokenizer: A Hugging Face tokenizer; a fast one uses its threads.
+    """
+    for texts, read in batches(documents):
+        yield encode(tokenizer, texts), read
 
 
 def select_rows(
@@ -177,7 +191,7 @@ def complete_contexts(blocks: Iterable[tuple[Keys, Counts]]) -> Iterator[tuple[K
 
 
 def build_store(
-    documents: Iterable[tuple[str, int]],
+    pieces: Iterable[Piece],
     tokenizer: object,
     out: Path,
     settings: BuildSettings | None = None,
@@ -188,8 +202,8 @@ def build_store(
     """Build a store and write it atomically.
 
     Args:
-        documents: Texts, each with the bytes read for it.
-        tokenizer: A Hugging Face tokenizer; a fast one uses its threads.
+        pieces: Documents; none of a trigram's tokens are of two.
+        tokenizer: A Hugging Face tokenizer, whose ids they are.
         out: Folder, made if needed; an older store in it is replaced.
         settings: What to keep; the defaults if left out.
         tokenizer_name: For messages.
@@ -212,8 +226,8 @@ def build_store(
     try:
         counter = Counter(vocab_size, work, settings.memory_bytes)
         num_documents = 0
-        for texts, read in batches(documents):
-            for tokens in encode(tokenizer, texts):
+        for texts, read in pieces:
+            for tokens in texts:
                 counter.add(tokens)
             num_documents += len(texts)
             if on_progress is not None:

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-spec corpus`: build and inspect n-gram stores for `adaptive_ngram`."""
+"""`vllm-spec corpus`: build and inspect n-gram stores for `auto` and `adaptive_ngram`."""
 
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vllm_spec_ext.cli.corpus_inputs import check_input, num_bytes, pieces_of
 from vllm_spec_ext.errors import SpecExtError
 
+if TYPE_CHECKING:
+    from vllm_spec_ext.proposers.corpus.build import BuildSettings
+    from vllm_spec_ext.training.task import DraftTask
+
 corpus_app = typer.Typer(
-    help="Build and inspect n-gram stores for adaptive_ngram.",
+    help="Build and inspect n-gram stores for auto and adaptive_ngram.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -53,7 +58,12 @@ def load_tokenizer(name: str) -> object:
 def build(
     tokenizer: Annotated[str, typer.Option(help="Model name or folder whose tokenizer to use.")],
     inputs: Annotated[
-        list[Path], typer.Option("--input", help="Text, .jsonl or .parquet; may be repeated.")
+        list[Path],
+        typer.Option(
+            "--input",
+            help="Text, .jsonl or .parquet, or a folder of answers that `corpus answers` or "
+            "`train METHOD --stage data` made; may be repeated.",
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the store.")],
     more_inputs: Annotated[
@@ -68,16 +78,22 @@ def build(
     min_count_trigram: Annotated[int, typer.Option(help="Drop successors seen less often.")] = 1,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
-    """Count the trigrams of a corpus and write the store that adaptive_ngram reads."""
-    from vllm_spec_ext.proposers.corpus.build import BuildSettings, build_store
-    from vllm_spec_ext.proposers.corpus.documents import read_documents
+    """Count the trigrams of a corpus and write the store that auto and adaptive_ngram read."""
+    from vllm_spec_ext.proposers.corpus.build import BuildSettings
 
     files = [*inputs, *(more_inputs or [])]
     for path in files:
-        if not path.is_file():
-            found = "found a folder, expected its files" if path.is_dir() else "no such input file"
-            raise SpecExtError(f"{found}: {path}{'/*' if path.is_dir() else ''}")
+        check_input(path)
     settings = BuildSettings(top_k, min_count_bigram, min_count_trigram, parse_bytes(memory))
+    _build(tokenizer, files, out, field, settings, quiet)
+
+
+def _build(
+    tokenizer: str, paths: list[Path], out: Path, field: str, settings: "BuildSettings", quiet: bool
+) -> None:
+    """Count, write and say what came of it."""
+    from vllm_spec_ext.proposers.corpus.build import build_store
+
     loaded = load_tokenizer(tokenizer)
     console = Console(stderr=True)
     columns = (
@@ -87,7 +103,7 @@ def build(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=quiet) as progress:
-        total = sum(path.stat().st_size for path in files)
+        total = sum(num_bytes(path) for path in paths)
         task = progress.add_task("counting n-grams", total=total)
 
         def advance(num_bytes: int) -> None:
@@ -95,9 +111,9 @@ def build(
             if progress.finished:
                 progress.update(task, description="merging and writing")
 
-        documents = (item for path in files for item in read_documents(path, field))
+        pieces = (piece for path in paths for piece in pieces_of(path, field, loaded))
         store = build_store(
-            documents, loaded, out, settings, tokenizer_name=tokenizer, on_progress=advance
+            pieces, loaded, out, settings, tokenizer_name=tokenizer, on_progress=advance
         )
     store.verify()
     header = store.header
@@ -108,6 +124,55 @@ def build(
         f"{header.num_entries:,} successors",
         soft_wrap=True,
     )
+
+
+@corpus_app.command()
+def answers(
+    model: Annotated[str, typer.Option(help="Target: model name or folder.")],
+    prompts: Annotated[
+        list[Path],
+        typer.Option(help="Prompts: .jsonl, .json or text, a line each; may be repeated."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the store.")],
+    field: Annotated[
+        str, typer.Option(help="Where an object has its prompt: prompt, turns\\[0].")
+    ] = "prompt",
+    max_prompts: Annotated[
+        int | None, typer.Option(help="Use only this many, drawn at random.")
+    ] = None,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Leave out longer prompts.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Of the answers; 0 = greedy.")] = 0.0,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+) -> None:
+    """Let the target answer prompts, and write a store of its answers: what `auto` gains most by.
+
+    Answers are kept beside it, in OUT.run/data, and a run that was stopped goes on there.
+    """
+    from vllm_spec_ext.options import parse_options
+    from vllm_spec_ext.proposers.corpus.build import BuildSettings
+    from vllm_spec_ext.training.schema import Training
+    from vllm_spec_ext.training.stages import prepare
+
+    given = {
+        "model": model,
+        "out": out,
+        "stage": "data",
+        "prompts": prompts,
+        "field": field,
+        "max_prompts": max_prompts,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_length": max_prompt_tokens + 2,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+    }
+    config = parse_options(Training, given, "corpus answers")
+    prepare(config, _no_task, typer.echo)
+    _build(model, [config.data_folder], out, field, BuildSettings(), quiet)
+
+
+def _no_task(*_: object) -> "DraftTask":
+    raise AssertionError("only the data stage was asked for")
 
 
 @corpus_app.command()

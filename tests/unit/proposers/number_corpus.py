@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_spec_ext.proposers.corpus.build import BuildSettings, build_store
+from vllm_spec_ext.proposers.corpus.build import BuildSettings, build_store, tokenised
 from vllm_spec_ext.proposers.corpus.store import NgramStore
 
 
@@ -26,4 +26,5 @@ def build_corpus(
 ) -> NgramStore:
     """A store of documents, in a folder."""
     texts = ((" ".join(map(str, ids)), 1) for ids in documents)
-    return build_store(texts, NumberTokenizer(size), folder, BuildSettings(**settings))
+    tokenizer = NumberTokenizer(size)
+    return build_store(tokenised(texts, tokenizer), tokenizer, folder, BuildSettings(**settings))

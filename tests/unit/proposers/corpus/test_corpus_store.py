@@ -13,7 +13,7 @@ import pytest
 
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.fingerprint import fingerprint, tokenizer_fingerprint
-from vllm_spec_ext.proposers.corpus.build import BuildSettings, build_store, encode
+from vllm_spec_ext.proposers.corpus.build import BuildSettings, build_store, encode, tokenised
 from vllm_spec_ext.proposers.corpus.counting import Counter
 from vllm_spec_ext.proposers.corpus.documents import read_documents
 from vllm_spec_ext.proposers.corpus.store import (
@@ -45,7 +45,8 @@ def text_of(ids: list[int]) -> str:
 
 def build(out: Path, documents: list[list[int]], **settings: int) -> NgramStore:
     items = [(text_of(ids), 1) for ids in documents]
-    return build_store(items, WordTokenizer(), out, BuildSettings(**settings))
+    pieces = tokenised(items, WordTokenizer())
+    return build_store(pieces, WordTokenizer(), out, BuildSettings(**settings))
 
 
 def near(row: list[tuple[int, float]], expected: dict[int, float]) -> None:
