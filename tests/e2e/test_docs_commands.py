@@ -146,6 +146,7 @@ def test_vllm_spec(
     monkeypatch.setattr("vllm_spec_ext.training.blockwise.trainer.train_blockwise", stop)
     monkeypatch.setattr("vllm_spec_ext.training.draft.trainer.train_draft", stop)
     monkeypatch.setattr("vllm_spec_ext.training.nar.trainer.train_nar", stop)
+    monkeypatch.setattr("vllm_spec_ext.training.stages.prepare", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.plan.measure_drafts", stop)
     monkeypatch.setattr("vllm_spec_ext.cli.top.fetch", stop)
     monkeypatch.setattr("vllm_spec_ext.online.trainer.run_trainer", stop)
