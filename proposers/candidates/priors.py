@@ -8,7 +8,9 @@ behind an accepted one is accepted, in which nodes that are unlikely anyway coun
 held to numbers that 120 other answers gave. Where a class hardly occurred, the number is a guess,
 and so are those of answers to the same prompt. Those of drafters came later, in the same way, the
 others as they are: 58 answers with the heads of this package and with its block drafter, of 64
-tokens, one pass, to none of the questions that the documentation measures.
+tokens, one pass, to none of the questions that the documentation measures. Those of a corpus are what
+an engine had learned after 150 answers of 64 tokens, trees of 24 nodes, beside a corpus of 532 other
+answers to such prompts; where it stands beside a drafter they are as without it.
 """
 
 import numpy as np
@@ -57,8 +59,8 @@ _GIVEN = {
         (-2.35, -2.53, -2.14, -1.76, -1.23, -0.89, -0.64, -0.71, -0.61, -0.53),
     ),
     CORPUS: (
-        (-2.49, -2.24, -2.19, -1.98, -1.48, -0.98, -0.7, -0.35, -0.2, -0.05),
-        (-2.35, -2.53, -2.14, -1.76, -1.23, -0.89, -0.64, -0.71, -0.61, -0.53),
+        (-2.8, -2.2, -1.8, -1.3, -0.8, -0.6, -0.2, 0.5, 0.6, 1),
+        (-2.6, -2.5, -1.9, -1.2, -0.9, -0.6, -0.5, -0.4, -0.3, -0.15),
     ),
     COPY: (
         (-5.16, -4.15, -3.15, -2.29, -1.31, 0.82, 0.44, 0.66, 1.38, 1.97),
@@ -74,7 +76,7 @@ _NAMES_OTHERS = {
     OWN: (-0.27, -0.29, -0.39, -0.92, -1.19, -1.43, -1.88),
     ANSWERS: (-0.26, -0.1, -0.3, -0.43, -0.66, -0.9, -0.45, -2),
     RECYCLED: (-0.9, -0.81),
-    CORPUS: (-0.9, -0.81),
+    CORPUS: (-0.87, -0.84),
     COPY: (0.07, 0.07),
     DRAFTER: (-0.81, -0.54),
 }
@@ -83,12 +85,12 @@ _NAMES_OTHERS = {
 _TOGETHER = (
     (0, -0.81, -1.42, 0.62),
     (-0.9, 0.35, 0.58, 1.46),
-    (0, -0.81, -1.42, 0.62),
-    (-0.9, 0.35, 0.58, 1.46),
+    (-1.2, 0.3, 0.2, 1.2),
+    (0.6, 1.4, 1.5, 2),
     (-1.13, -1.15, 0.2, -0.04),
     (0.05, -0.03, 1.23, 0.83),
-    (-1.13, -1.15, 0.2, -0.04),
-    (0.05, -0.03, 1.23, 0.83),
+    (-0.8, 0, 0.4, 0.4),
+    (0.1, 0.5, 1.7, 1.2),
     (-0.75, -0.52, 0.25, -0.11),
     (1.46, 0.39, 2.06, 1.97),
     (-0.75, -0.52, 0.25, -0.11),
