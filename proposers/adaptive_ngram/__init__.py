@@ -48,8 +48,8 @@ logger = logging.getLogger("vllm.spec_ext")
     options=AdaptiveNgramOptions,
     num_speculative_tokens=24,
     tree=True,
-    best_for="text like a corpus of yours; several requests at a time (one at a time without a "
-    "corpus, vLLM's suffix is as fast or faster)",
+    best_for="text like a corpus of yours (auto takes one, too); several requests at a time (one "
+    "at a time without a corpus, vLLM's suffix is as fast or faster)",
     cost="about 0.3 ms a step, 164 kB a request; no model",
 )
 class AdaptiveNgram(BaseProposer):

@@ -8,9 +8,9 @@ behind an accepted one is accepted, in which nodes that are unlikely anyway coun
 held to numbers that 120 other answers gave. Where a class hardly occurred, the number is a guess,
 and so are those of answers to the same prompt. Those of drafters came later, in the same way, the
 others as they are: 58 answers with the heads of this package and with its block drafter, of 64
-tokens, one pass, to none of the questions that the documentation measures. Those of a corpus are what
-an engine had learned after 150 answers of 64 tokens, trees of 24 nodes, beside a corpus of 532 other
-answers to such prompts; where it stands beside a drafter they are as without it.
+tokens, one pass, to none of the questions that the documentation measures. Those of a corpus are
+what an engine had learned after 150 answers of 64 tokens, trees of 24 nodes, with 532 other answers
+to such prompts as its corpus; beside a drafter they are as without one.
 """
 
 import numpy as np
@@ -76,7 +76,7 @@ _NAMES_OTHERS = {
     OWN: (-0.27, -0.29, -0.39, -0.92, -1.19, -1.43, -1.88),
     ANSWERS: (-0.26, -0.1, -0.3, -0.43, -0.66, -0.9, -0.45, -2),
     RECYCLED: (-0.9, -0.81),
-    CORPUS: (-0.87, -0.84),
+    CORPUS: (-0.5, -0.45),
     COPY: (0.07, 0.07),
     DRAFTER: (-0.81, -0.54),
 }

@@ -75,7 +75,8 @@ def bench(
     *,
     model: ModelOption = None,
     methods: Annotated[
-        str | None, typer.Option(help="Comma-separated method names. " + help_of("methods"))
+        list[str] | None,
+        typer.Option(help="Comma-separated method names; repeatable. " + help_of("methods")),
     ] = None,
     method: Annotated[
         list[str] | None,
@@ -96,13 +97,15 @@ def bench(
     dataset: DatasetOption = None,
     max_tokens: Annotated[int | None, typer.Option(help=help_of("max_tokens"))] = None,
     batch_size: Annotated[
-        str | None, typer.Option(help="Comma-separated. " + help_of("batch_size"))
+        list[str] | None,
+        typer.Option(help="Comma-separated; repeatable. " + help_of("batch_size")),
     ] = None,
     serve: Annotated[
         list[str] | None, typer.Option(help="NAME=URL; repeatable. " + help_of("servers"))
     ] = None,
     request_rate: Annotated[
-        str | None, typer.Option(help="Comma-separated. " + help_of("request_rate"))
+        list[str] | None,
+        typer.Option(help="Comma-separated; repeatable. " + help_of("request_rate")),
     ] = None,
     repeats: Annotated[int | None, typer.Option(help=help_of("repeats"))] = None,
     warm_up: Annotated[int | None, typer.Option(help=help_of("warm_up"))] = None,
@@ -147,11 +150,11 @@ def bench(
         "max_model_len": max_model_len,
     }
     console = Console(stderr=True)
-    names = _names(methods, method)
+    names = _names(",".join(methods or ()), method)
     given["methods"] = names or None
-    given["batch_size"] = None if batch_size is None else parse_batch_sizes(batch_size)
+    given["batch_size"] = parse_batch_sizes(",".join(batch_size)) if batch_size else None
     given["servers"] = parse_servers(serve) if serve else None
-    given["request_rate"] = None if request_rate is None else parse_rates(request_rate)
+    given["request_rate"] = parse_rates(",".join(request_rate)) if request_rate else None
     given["engine_args"] = parse_engine_args(engine_arg) if engine_arg else None
     from_file = read_file(config) if config else {}
     if smoke:
@@ -364,11 +367,11 @@ class ProgressEvents(Events):
             self.console.print(text, markup=False, highlight=False)
 
 
-def _names(methods: str | None, extra: Iterable[str] | None) -> list[str]:
-    if methods and "{" in methods:
+def _names(methods: str, extra: Iterable[str] | None) -> list[str]:
+    if "{" in methods:
         raise SpecExtError(
             f"--methods: found {methods!r}, expected names; give each method with options by "
             "--method NAME=JSON"
         )
-    names = [name.strip() for name in methods.split(",") if name.strip()] if methods else []
+    names = [name.strip() for name in methods.split(",") if name.strip()]
     return [*names, *(extra or ())]

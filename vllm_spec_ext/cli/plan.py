@@ -90,8 +90,10 @@ def plan(
         int | None, typer.Option(help=help_of("max_tokens", _DEFAULTS["max_tokens"]))
     ] = None,
     batch_size: Annotated[
-        str | None,
-        typer.Option(help="Comma-separated. " + help_of("batch_size", _DEFAULTS["batch_size"])),
+        list[str] | None,
+        typer.Option(
+            help="Comma-separated; repeatable. " + help_of("batch_size", _DEFAULTS["batch_size"])
+        ),
     ] = None,
     context: Annotated[
         int | None,
@@ -162,7 +164,7 @@ def plan(
         "raw": raw,
         "limit": limit,
         "max_tokens": max_tokens,
-        "batch_size": parse_batch_sizes(batch_size) if batch_size else None,
+        "batch_size": parse_batch_sizes(",".join(batch_size)) if batch_size else None,
         "dtype": dtype,
         "engine_args": parse_engine_args(engine_arg) if engine_arg else None,
     }

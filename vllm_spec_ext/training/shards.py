@@ -71,7 +71,7 @@ def write_states(path: Path, states: Sequence[NDArray[np.float32]]) -> None:
 def open_manifest(
     folder: Path,
     settings: dict[str, Any],
-    advice: str = "use another --data folder, or delete this one",
+    advice: str = "choose another folder for the data, or delete this one",
 ) -> None:
     """Start a data folder, or check that an existing one was made with the same settings.
 
