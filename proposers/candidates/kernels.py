@@ -284,7 +284,7 @@ def _name_in_corpus(text, begin, end, corpus, candidates, classes, count):  # ty
     if row >= 0:
         low, high = base_entries(corpus, row)
         for place in range(low, high):
-            token = np.int64(corpus.tok[place])
+            token = np.int32(corpus.tok[place])
             if token < vocab_size:
                 strength = given_class(PROB_TABLE[corpus.prob[place]], order)
                 count = _add(candidates, classes, count, token, CORPUS, strength)

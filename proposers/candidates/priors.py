@@ -10,7 +10,8 @@ and so are those of answers to the same prompt. Those of drafters came later, in
 others as they are: 58 answers with the heads of this package and with its block drafter, of 64
 tokens, one pass, to none of the questions that the documentation measures. Those of a corpus are
 what an engine had learned after 150 answers of 64 tokens, trees of 24 nodes, with 532 other answers
-to such prompts as its corpus; beside a drafter they are as without one.
+to such prompts as its corpus; but what it says against others is less, by as much as recycled rows
+had lost of theirs meanwhile. Beside a drafter they are as without one.
 """
 
 import numpy as np

@@ -3,6 +3,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -124,6 +125,8 @@ def _build(
         f"{header.num_entries:,} successors",
         soft_wrap=True,
     )
+    method = json.dumps({"method": "auto", "corpus": str(out)})
+    typer.echo(f"serve with it: vllm serve MODEL --speculative-config {shlex.quote(method)}")
 
 
 @corpus_app.command()
@@ -143,6 +146,9 @@ def answers(
     max_prompt_tokens: Annotated[int, typer.Option(help="Leave out longer prompts.")] = 1024,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="Of the answers; 0 = greedy.")] = 0.0,
+    generator: Annotated[
+        str, typer.Option(help="Who generates: vllm, or transformers where vLLM is not installed.")
+    ] = "vllm",
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
     """Let the target answer prompts, and write a store of its answers: what `auto` gains most by.
@@ -165,6 +171,7 @@ def answers(
         "max_length": max_prompt_tokens + 2,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
+        "generator": generator,
     }
     config = parse_options(Training, given, "corpus answers")
     prepare(config, _no_task, typer.echo)

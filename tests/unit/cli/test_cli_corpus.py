@@ -115,6 +115,7 @@ def test_a_target_answers_and_its_answers_are_the_store(
     given = ["--model", "M", "--prompts", str(prompts), "--field", "q", "--out", str(out)]
     said = run("answers", *given, "--max-prompts", "2", "--max-new-tokens", "7", "--quiet")
     assert "10 tokens of 2 documents" in said.replace("\n", "")
+    assert f'"corpus": "{out}"' in said
     assert [one for one, _ in NgramStore(out).row(3, 4)] == [5]
     assert (asked[0].max_new_tokens, asked[0].max_prompts) == (7, 2)
     again = run("answers", *given, "--max-prompts", "2", "--max-new-tokens", "7", "--quiet")
@@ -122,3 +123,5 @@ def test_a_target_answers_and_its_answers_are_the_store(
     assert len(asked) == 1  # nothing is answered twice
     with pytest.raises(SpecExtError, match=r"max.new.tokens"):
         run("answers", *given, "--max-new-tokens", "1")
+    with pytest.raises(SpecExtError, match="generator"):
+        run("answers", *given, "--generator", "someone")
