@@ -271,6 +271,7 @@ def test_fitting_prefix_is_what_build_plan_keeps(
         )
 
 
+@settings(deadline=None)
 @given(trees(20))
 def test_segments_and_depths(parents: list[int]) -> None:
     bounds = segment_bounds(parents)

@@ -35,6 +35,7 @@ def path_to(parents: list[int], node: int) -> list[int]:
     return path[::-1]
 
 
+@settings(deadline=None)
 @given(trees())
 def test_depths_are_the_lengths_of_paths(parents: list[int]) -> None:
     depths = node_depths(parents)
@@ -51,6 +52,7 @@ def test_the_compiled_depths_of_a_batch_are_the_same(batch: list[list[int]]) -> 
     assert batched.node_depths(flat, starts).tolist() == expected
 
 
+@settings(deadline=None)
 @given(trees())
 def test_a_chain_is_what_has_one_path(parents: list[int]) -> None:
     is_chain = all(path_to(parents, node) == list(range(node + 1)) for node in range(len(parents)))
@@ -58,6 +60,7 @@ def test_a_chain_is_what_has_one_path(parents: list[int]) -> None:
     assert (parents == chain_parents(len(parents))) == is_chain
 
 
+@settings(deadline=None)
 @given(trees(), st.lists(st.integers(-1, 10), max_size=5))
 def test_paths_lead_down_from_the_root(parents: list[int], nodes: list[int]) -> None:
     for node in range(len(parents)):
@@ -83,6 +86,7 @@ def drafts(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return tokens, parents, wanted
 
 
+@settings(deadline=None)
 @given(drafts())
 def test_the_agreeing_path_is_the_longest(
     draft: tuple[list[int], list[int], list[int]],
