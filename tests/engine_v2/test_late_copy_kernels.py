@@ -49,7 +49,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_copy, "_CHUNK", 2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SESSIONS)
 @example(WELL_COPIED)
 def test_a_device_drafts_the_same(session: Session) -> None:

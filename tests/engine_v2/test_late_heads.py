@@ -80,7 +80,7 @@ def requests_of(texts: Sequence[Sequence[int]], unread: int = 0) -> list[Request
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TEXTS, st.integers(0, NUM_HEADS + 1))
 def test_the_device_shows_what_the_host_would(texts: list[list[int]], unread: int) -> None:
     proposer = Watched()

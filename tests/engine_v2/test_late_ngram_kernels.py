@@ -36,7 +36,7 @@ def filled(drafted: list[int], text: list[int]) -> list[int]:
     return [*drafted, *[text[-1]] * (K - len(drafted))]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SESSIONS)
 def test_a_device_drafts_the_same(session: Session) -> None:
     proposer = start(session.options)

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spec_ext.bench.cascade_plan import (
@@ -140,7 +140,6 @@ def test_the_tail_of_a_draft_comes_from_another_level() -> None:
     assert step.tokens == pytest.approx(1 + 0.8 + 0.64 + 0.64 * (0.3 + 0.09 + 0.027))
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(0, 1), max_size=4),
     st.integers(0, 12),

@@ -4,7 +4,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spec_ext.bench import statistics
@@ -84,7 +84,6 @@ def test_compare_sees_lengths_too(expected: list[int], found: list[int], first: 
     assert statistics.compare(expected, found) == first
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0.01, 1.0))
 def test_percentile_is_the_smallest_value_that_covers_the_share(
     values: list[float], share: float

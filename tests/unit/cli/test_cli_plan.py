@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
@@ -36,7 +36,6 @@ TIMES = StepTimes({1: {0: 0.1, 8: 0.12}, 8: {0: 0.1, 8: 1.0}})
 FULL = Recording((tuple(RecordedStep(i, 8, 6 * (i % 2)) for i in range(4)),), 5e-5)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(0, 70))
 def test_shapes_are_trees_of_that_size(shape: Shape, size: int) -> None:
     parents = parents_of(shape, size)

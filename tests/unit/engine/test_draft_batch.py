@@ -2,7 +2,7 @@
 """The row layout of a step's draft nodes, against the definition."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spec_ext.engine.verifying.draft_batch import DraftBatch
@@ -23,7 +23,6 @@ def drafts(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int] | None]]:
     return tokens, parents
 
 
-@settings(deadline=None)
 @given(drafts())
 def test_rows_follow_the_definition(
     given_drafts: tuple[list[list[int]], list[list[int] | None]],

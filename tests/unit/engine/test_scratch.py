@@ -4,7 +4,7 @@
 import logging
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
@@ -46,7 +46,6 @@ def test_one_block_in_eight_is_for_drafts() -> None:
     assert need.out_of(10_000) == 128
 
 
-@settings(deadline=None)
 @given(need=NEEDS, ranks=st.lists(BLOCKS, min_size=1, max_size=4))
 def test_all_ranks_set_enough_aside(need: ScratchNeed, ranks: list[int]) -> None:
     """Each from the memory it has; blocks are then as many as the poorest rank has for requests."""
@@ -60,7 +59,6 @@ def test_all_ranks_set_enough_aside(need: ScratchNeed, ranks: list[int]) -> None
     assert need.least <= number <= need.most
 
 
-@settings(deadline=None)
 @given(need=NEEDS, for_requests=BLOCKS)
 def test_the_fewest_blocks_that_leave_so_many(need: ScratchNeed, for_requests: int) -> None:
     fewest = need.with_requests(for_requests)

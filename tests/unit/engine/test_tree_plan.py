@@ -177,7 +177,7 @@ def check_visibility(step: Step, plan: TreePlan) -> int:
 
 
 @given(steps())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_node_sees_exactly_its_ancestors(step: Step) -> None:
     plan = build_plan(step.requests, step.table, step.block_size, step.scratch)
     assert plan.num_dropped == 0
@@ -185,7 +185,7 @@ def test_every_node_sees_exactly_its_ancestors(step: Step) -> None:
 
 
 @given(steps(plenty=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_with_too_few_scratch_blocks_a_prefix_is_kept(step: Step) -> None:
     plan = build_plan(step.requests, step.table, step.block_size, step.scratch)
     kept = check_visibility(step, plan)
@@ -212,7 +212,7 @@ def commits_of(step: Step, plan: TreePlan, index: int, path: list[int]) -> list[
 
 
 @given(steps(plenty=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_commit_leaves_the_accepted_path_in_the_requests_own_blocks(step: Step) -> None:
     """After the copies, and for every node that may be the last accepted one."""
     plan = build_plan(step.requests, step.table, step.block_size, step.scratch)
@@ -241,7 +241,7 @@ def test_commit_leaves_the_accepted_path_in_the_requests_own_blocks(step: Step) 
 
 
 @given(trees(20), st.integers(0, 70), st.sampled_from([1, 2, 4, 16, 32]), st.integers(0, 30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_fitting_prefix_is_what_build_plan_keeps(
     parents: list[int], computed: int, block_size: int, num_free: int
 ) -> None:
@@ -271,7 +271,6 @@ def test_fitting_prefix_is_what_build_plan_keeps(
         )
 
 
-@settings(deadline=None)
 @given(trees(20))
 def test_segments_and_depths(parents: list[int]) -> None:
     bounds = segment_bounds(parents)

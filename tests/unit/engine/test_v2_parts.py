@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
@@ -26,7 +26,6 @@ TREES = st.integers(0, 9).flatmap(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(TREES, min_size=1, max_size=4))
 def test_every_row_stands_behind_its_ancestors(trees: list[tuple[int, ...]]) -> None:
     batch = DraftBatch.of([[1] * len(tree) for tree in trees], [list(tree) for tree in trees])
@@ -169,7 +168,6 @@ CHAINS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(CHAINS)
 def test_chains_are_followed_as_far_as_the_draws_agree(chains: list[list[Any]]) -> None:
     """Each row: the target's draw there, and the row's own token; -1 is no draft."""

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spec_ext.proposers.base import Draft, chain
@@ -35,7 +35,6 @@ def path_to(parents: list[int], node: int) -> list[int]:
     return path[::-1]
 
 
-@settings(deadline=None)
 @given(trees())
 def test_depths_are_the_lengths_of_paths(parents: list[int]) -> None:
     depths = node_depths(parents)
@@ -43,7 +42,6 @@ def test_depths_are_the_lengths_of_paths(parents: list[int]) -> None:
     assert tree_problem(parents, len(parents)) is None
 
 
-@settings(deadline=None)  # the first call compiles
 @given(st.lists(trees(), min_size=1, max_size=4))
 def test_the_compiled_depths_of_a_batch_are_the_same(batch: list[list[int]]) -> None:
     starts = np.cumsum([0, *map(len, batch)])
@@ -52,7 +50,6 @@ def test_the_compiled_depths_of_a_batch_are_the_same(batch: list[list[int]]) -> 
     assert batched.node_depths(flat, starts).tolist() == expected
 
 
-@settings(deadline=None)
 @given(trees())
 def test_a_chain_is_what_has_one_path(parents: list[int]) -> None:
     is_chain = all(path_to(parents, node) == list(range(node + 1)) for node in range(len(parents)))
@@ -60,7 +57,6 @@ def test_a_chain_is_what_has_one_path(parents: list[int]) -> None:
     assert (parents == chain_parents(len(parents))) == is_chain
 
 
-@settings(deadline=None)
 @given(trees(), st.lists(st.integers(-1, 10), max_size=5))
 def test_paths_lead_down_from_the_root(parents: list[int], nodes: list[int]) -> None:
     for node in range(len(parents)):
@@ -86,7 +82,6 @@ def drafts(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return tokens, parents, wanted
 
 
-@settings(deadline=None)
 @given(drafts())
 def test_the_agreeing_path_is_the_longest(
     draft: tuple[list[int], list[int], list[int]],

@@ -24,7 +24,7 @@ def reference(row: list[float], epsilon: float, alpha: float) -> list[bool]:
     return [epsilon == 0 or x >= eta or x == max(p) for x in p]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 2**32), flat=st.sampled_from([0.0, 0.5, 3.0, 40.0]))
 def test_eta_equals_reference(seed: int, flat: float) -> None:
     generator = torch.Generator().manual_seed(seed)

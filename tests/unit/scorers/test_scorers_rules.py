@@ -106,7 +106,7 @@ def reference(rule: ScorerOptions, v: Verification, node: int) -> bool:
 
 @pytest.mark.parametrize("options", RULES + STRICT, ids=str)
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_rule_equals_reference(options: dict[str, Any], tree: bool, seed: int) -> None:
     rule = parse_rule(options)
@@ -137,7 +137,7 @@ def test_strict_end_is_exact_even_without_normalisation(options: dict[str, Any])
 
 
 @pytest.mark.parametrize("options", RULES[1:], ids=str)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32))
 def test_mixed_batch_equals_requests_alone(options: dict[str, Any], seed: int) -> None:
     """Per-request parameters give what each request would get from a server of its own."""
@@ -158,7 +158,7 @@ def test_mixed_batch_equals_requests_alone(options: dict[str, Any], seed: int) -
     assert found.tolerated(v).tolist() == expected
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), vocab=st.sampled_from([3, BLOCK - 1, BLOCK, 2 * BLOCK + 5]))
 def test_kernels_equal_torch(seed: int, vocab: int) -> None:
     """Block boundaries, ties across blocks, NaN and infinities."""

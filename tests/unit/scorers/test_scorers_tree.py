@@ -24,7 +24,7 @@ VOCAB = 3
 LENGTH = 3
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), relaxed=st.booleans())
 def test_walk_equals_reference(seed: int, relaxed: bool) -> None:
     rng = np.random.default_rng(seed)

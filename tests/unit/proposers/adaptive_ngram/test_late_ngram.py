@@ -62,7 +62,7 @@ EVENT = st.none() | st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(EVENT, max_size=12))
 def test_changed_rows_are_all_that_a_copy_needs(events: list[Any]) -> None:
     copy = Copy()

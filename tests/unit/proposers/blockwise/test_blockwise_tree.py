@@ -30,7 +30,7 @@ def path_scores(log_probs: NDArray[np.float32]) -> list[float]:
     return sorted(scores, reverse=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10_000),
     num_heads=st.integers(1, 4),

@@ -8,7 +8,7 @@ from late_sessions import FOLDED, SESSIONS, WELL_COPIED, K, Session, moments, st
 from vllm_spec_ext.proposers.input_copy.late_reference import late_draft
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SESSIONS)
 @example(WELL_COPIED)
 def test_the_rule_without_an_index_drafts_the_same(session: Session) -> None:
@@ -23,7 +23,7 @@ def test_every_part_of_the_state_counts(forgotten: str) -> None:
     """Without one of them some draft would be another; so the test above sees each."""
     differs = []
 
-    @settings(max_examples=400, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=400, derandomize=True, database=None)
     @given(SESSIONS)
     @example(WELL_COPIED)
     def look(session: Session) -> None:

@@ -35,7 +35,7 @@ def path_scores(log_probs: NDArray[np.float32]) -> list[float]:
     return sorted(scores, reverse=True)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10_000),
     slots=st.integers(1, 4),

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_spec_ext.proposers.text_index.copied_tokens import copied_tokens
@@ -37,7 +37,6 @@ def test_copied_tokens(text: list[int], expected: list[int], length: int) -> Non
     assert found.length == length
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 6), st.integers(1, 5))
 def test_agrees_with_a_plain_search(text: list[int], longest: int, count: int) -> None:
     best, place = 0, 0

@@ -27,7 +27,7 @@ def by_hand(tokens: list[int], suffix: list[int], max_ngram: int, hint: int, own
 
 
 @given(tokens_lists, tokens_lists, st.integers(1, 20), st.integers(-1, 60))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_longest_match_in_other_tokens(
     tokens: list[int], suffix: list[int], max_ngram: int, hint: int
 ) -> None:
@@ -40,7 +40,7 @@ def test_longest_match_in_other_tokens(
 
 
 @given(st.lists(tokens_lists, max_size=6), st.integers(1, 20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_longest_match_of_its_own_end_while_it_grows(
     pieces: list[list[int]], max_ngram: int
 ) -> None:
@@ -58,7 +58,7 @@ def test_longest_match_of_its_own_end_while_it_grows(
 
 
 @given(tokens_lists, tokens_lists, st.integers(1, 20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_short_walk_agrees_where_it_promises_to(
     tokens: list[int], suffix: list[int], max_ngram: int
 ) -> None:
