@@ -92,9 +92,10 @@ class Auto(BaseProposer):
     @classmethod
     def check(cls, options: MethodOptions, target: TargetFacts) -> None:
         """A corpus that cannot be read, and what the drafter checks; raises SpecExtError."""
-        corpus, asked = cast(AutoOptions, options).corpus, cast(AutoOptions, options).drafter
-        if corpus is not None:
-            open_store(corpus, target)
+        given = cast(AutoOptions, options)
+        if given.corpus is not None:
+            open_store(given.corpus, target)
+        asked = given.drafter
         if asked is not None:
             asked.proposer().check(asked.parsed, replace(target, is_level=True))
 

@@ -202,7 +202,7 @@ def build_store(
     """Build a store and write it atomically.
 
     Args:
-        pieces: Documents; none of a trigram's tokens are of two.
+        pieces: Documents; no trigram spans two of them.
         tokenizer: A Hugging Face tokenizer, whose ids they are.
         out: Folder, made if needed; an older store in it is replaced.
         settings: What to keep; the defaults if left out.

@@ -107,8 +107,8 @@ def _build(
         total = sum(num_bytes(path) for path in paths)
         task = progress.add_task("counting n-grams", total=total)
 
-        def advance(num_bytes: int) -> None:
-            progress.advance(task, num_bytes)
+        def advance(read: int) -> None:
+            progress.advance(task, read)
             if progress.finished:
                 progress.update(task, description="merging and writing")
 
