@@ -200,6 +200,7 @@ def run_shape(
     model: Path,
     profile: cProfile.Profile | None,
     clock: Callable[[], float],
+    repeats: int,
 ) -> dict[str, dict[str, Any]]:
     """Figures by batch size; two engines, one of which only knows the true answers."""
     from generation import sampling_params
@@ -225,8 +226,10 @@ def run_shape(
     found = {}
     for size in batch_sizes:
         measure(engine, prompts[:size], params[:size])  # compiles, and fills caches
-        engine.reset_prefix_cache()
-        steps = measure(engine, prompts[:size], params[:size], profile, clock)
+        steps = []
+        for _ in range(repeats):
+            engine.reset_prefix_cache()
+            steps += measure(engine, prompts[:size], params[:size], profile, clock)
         engine.reset_prefix_cache()
         found[str(size)] = {"steps": len(steps), **medians(steps, on_cpu=current_platform.is_cpu())}
         print(table({shape: {str(size): found[str(size)]}}), file=sys.stderr, flush=True)
@@ -250,6 +253,7 @@ def main() -> int:
     parser.add_argument("--batch-size", default="1,8,64", help="comma-separated")
     parser.add_argument("--shape", choices=SHAPES, help="default: both")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="default: wall")
+    parser.add_argument("--repeats", type=int, default=1, help="answers of each request")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     parser.add_argument("--profile", type=Path, help="write cProfile's statistics here")
     given = parser.parse_args()
@@ -266,7 +270,8 @@ def main() -> int:
         model = build_tiny_model(Path(folder) / "tiny")
         shapes = SHAPES if given.shape is None else (given.shape,)
         clock = CLOCKS[given.clock]
-        result = {shape: run_shape(shape, batch_sizes, model, profile, clock) for shape in shapes}
+        rest = (batch_sizes, model, profile, clock, given.repeats)
+        result = {shape: run_shape(shape, *rest) for shape in shapes}
     print(table(result))
     if given.json:
         facts = provenance.collect(sys.argv)

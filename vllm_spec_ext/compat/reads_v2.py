@@ -173,7 +173,7 @@ CLASSES_V2: tuple[Reads, ...] = (
         "vllm.v1.worker.gpu.sample.logprob",
         "LogprobTokenIdsState",
         "tokens whose log-probabilities requests choose",
-        {"max_num_token_ids": "Callable[..., int]"},
+        {},
     ),
     _V2("vllm.v1.worker.gpu.sample.output", "SamplerOutput", "what a sampler returns", {}),
     _V2(

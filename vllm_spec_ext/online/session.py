@@ -52,7 +52,7 @@ from vllm_spec_ext.online.versions import (
     write_version,
 )
 from vllm_spec_ext.options import OnlineOptions
-from vllm_spec_ext.proposers.base import Draft, Learns, StepContext, StepOutcome
+from vllm_spec_ext.proposers.base import Draft, Learns, RequestStep, StepOutcome
 
 logger = logging.getLogger("vllm.spec_ext")
 
@@ -248,9 +248,9 @@ class OnlineSession:
             kept = {0, self._state.serving, self._state.trying, self._using}
             self._weights = {name: value for name, value in self._weights.items() if name in kept}
 
-    def drafted(self, step: StepContext, drafts: Sequence[Draft]) -> None:
+    def drafted(self, requests: Sequence[RequestStep], drafts: Sequence[Draft]) -> None:
         """Remember who drafted for whom; a request without a draft gets nothing accepted."""
-        for request, draft in zip(step.requests, drafts, strict=True):
+        for request, draft in zip(requests, drafts, strict=True):
             self._drafted_by.pop(request.request_id, None)
             if len(draft):
                 drafter = _Drafter(self._role, self._using, not self._is_frozen)

@@ -12,7 +12,7 @@ from vllm_spec_ext.engine.drafting.drafter import Drafter
 from vllm_spec_ext.engine.watching.counts import WorkerCounts
 from vllm_spec_ext.engine.watching.metric_names import MOST_STRENGTHS, ONLINE_GAUGES
 from vllm_spec_ext.engine.watching.source_counters import SourceCounter
-from vllm_spec_ext.proposers.base import Draft, RequestStep, StepContext, StepOutcome
+from vllm_spec_ext.proposers.base import Draft, RequestStep, StepOutcome
 
 
 def test_only_what_is_new_is_told() -> None:
@@ -60,13 +60,13 @@ def test_each_source_is_counted_by_name() -> None:
     )
     counts = WorkerCounts()
     sources = SourceCounter(counts)
-    sources.drafted(StepContext([_step(1, 1)]), [draft])
+    sources.drafted([_step(1, 1)], [draft])
     sources.verified([StepOutcome("a", 2, 1)])  # the third node was cut off
     sources.verified([StepOutcome("a", 2, 2)])  # of a draft that is not known
-    sources.drafted(StepContext([_step(1, 1)]), [draft])
+    sources.drafted([_step(1, 1)], [draft])
     sources.forget(["a", "unknown"])
     sources.verified([StepOutcome("a", 3, 3)])
-    sources.drafted(StepContext([_step(1, 1)]), [draft])
+    sources.drafted([_step(1, 1)], [draft])
     sources.verified([StepOutcome("a", 3, 0)])
     news = counts.take()
     assert news["sources"] == {
@@ -86,7 +86,7 @@ def test_strengths_are_counted_by_source_and_are_few() -> None:
         strengths=(("likely", "likely"), ("unlikely",), ("likely",)),
         path_probs=np.array([0.5, 0.25, 0.125], np.float32),
     )
-    sources.drafted(StepContext([_step(1, 1)]), [draft])
+    sources.drafted([_step(1, 1)], [draft])
     sources.verified([StepOutcome("a", 3, 1)])
     assert counts.take()["strengths"] == {
         "copy": {"likely": [2.0, 1.0, 0.625]},
@@ -94,7 +94,7 @@ def test_strengths_are_counted_by_source_and_are_few() -> None:
     }
     for number in range(2 * MOST_STRENGTHS):  # a method that invents them
         one = Draft(np.array([1], np.int32), sources=(("copy",),), strengths=((f"{number}",),))
-        sources.drafted(StepContext([_step(1, 1)]), [one])
+        sources.drafted([_step(1, 1)], [one])
         sources.verified([StepOutcome("a", 1, 1)])
     news = counts.take()
     assert news["sources"]["copy"][0] == 2 * MOST_STRENGTHS
@@ -105,10 +105,10 @@ def test_a_method_of_one_source_says_what_it_expects() -> None:
     counts = WorkerCounts()
     sources = SourceCounter(counts)
     draft = Draft(np.array([1, 2], np.int32), path_probs=np.array([0.5, 0.25], np.float32))
-    sources.drafted(StepContext([_step(1, 1)]), [draft])
+    sources.drafted([_step(1, 1)], [draft])
     sources.verified([StepOutcome("a", 2, 2)])
     assert counts.take() == {"counts": {"expected_nodes": 0.75}}
-    sources.drafted(StepContext([_step(1, 1)]), [Draft(draft.tokens)])
+    sources.drafted([_step(1, 1)], [Draft(draft.tokens)])
     sources.verified([StepOutcome("a", 2, 2)])
     assert counts.take() == {}  # it gave no probabilities
 
@@ -129,12 +129,12 @@ def test_a_step_is_empty_if_it_had_no_draft_to_judge() -> None:
         (_step(1, 10), []),  # the last: nothing was drafted for it, nor after it
     ]
     for step, outcomes in played[:3]:
-        drafter._count(StepContext([step]), outcomes, 0)
+        drafter._count([step], outcomes, 0)
     found = drafter.counts.take()["counts"]
     assert (found["steps"], found["verified_drafts"]) == (2, 2)
     assert "empty_drafts" not in found
     assert 1 + found["accepted_nodes"] / found["verified_drafts"] == 4.0
     step, outcomes = played[3]
-    drafter._count(StepContext([step]), outcomes, 0)
+    drafter._count([step], outcomes, 0)
     found = drafter.counts.take()["counts"]
     assert found == {"steps": 1.0, "emitted_tokens": 1.0, "empty_drafts": 1.0}

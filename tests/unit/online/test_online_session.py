@@ -30,7 +30,7 @@ from vllm_spec_ext.online.folder import (
 from vllm_spec_ext.online.session import OnlineSession, Origin
 from vllm_spec_ext.online.versions import drafter_hash, version_folder, write_version
 from vllm_spec_ext.options import OnlineOptions
-from vllm_spec_ext.proposers.base import Draft, StepContext, StepOutcome
+from vllm_spec_ext.proposers.base import Draft, RequestStep, StepOutcome
 
 NAME = "weights"
 
@@ -517,9 +517,7 @@ def step(session: OnlineSession, accepted: int) -> str:
     """One step of one request, and the role that drafted it."""
     request = SimpleNamespace(request_id="a", room=9)
     session.begin_step()
-    session.drafted(
-        cast(StepContext, SimpleNamespace(requests=[request])), [Draft(np.array([1, 2], np.int32))]
-    )
+    session.drafted([cast(RequestStep, request)], [Draft(np.array([1, 2], np.int32))])
     role = session._role
     session.verified([StepOutcome("a", 2, accepted)])
     return role
@@ -561,12 +559,11 @@ def test_a_draft_counts_as_of_the_step_that_made_it(start: Start, tmp_path: Path
     session.begin_step()
     hold(session)
     request = SimpleNamespace(request_id="a", room=9)
-    context = cast(StepContext, SimpleNamespace(requests=[request]))
     for frozen in (True, False):
         before = session._trial._before.count + session._trial._after.count
         session._set(frozen=frozen)
         session.begin_step()
-        session.drafted(context, [Draft(np.array([1, 2], np.int32))])
+        session.drafted([cast(RequestStep, request)], [Draft(np.array([1, 2], np.int32))])
         session._set(frozen=not frozen)
         session.verified([StepOutcome("a", 2, 1)])
         after = session._trial._before.count + session._trial._after.count

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM builds as its ``custom_class`` proposer: holds ours and keeps its books."""
 
-import copy
 import logging
 import time
 import weakref
@@ -226,6 +225,8 @@ class Drafter:
         """
         start = time.perf_counter()
         refused_before = self._barrier.num_refused
+        # Whatever the proposer writes into its step.
+        requests, is_shadow = step.requests, step.is_shadow
         told = self._ends.restored([*outcomes, *shadow_outcomes])
         self._barrier.call("observe", lambda: self._proposer.observe(told), None)
         online = self.online
@@ -233,25 +234,24 @@ class Drafter:
             self._barrier.call("online", lambda: online.verified(outcomes), None)
             self._barrier.call("online", online.begin_step, None)
         drafts: list[Draft] = []
-        if step.requests:  # in a copy, whatever the proposer does with it
-            drafts = self._barrier.drafts(self._proposer.propose, copy.copy(step))
-        drafts = self._ends.cut(step.requests, drafts)
-        if online is not None and not step.is_shadow:
-            self._barrier.call("online", lambda: online.drafted(step, drafts), None)
+        if requests:
+            drafts = self._barrier.drafts(self._proposer.propose, step)
+        drafts = self._ends.cut(requests, drafts)
+        if online is not None and not is_shadow:
+            self._barrier.call("online", lambda: online.drafted(requests, drafts), None)
             if self._is_first_process:
                 self.counts.online(online.gauges())
         elapsed_us = (time.perf_counter() - start) * 1e6
         self.propose_us.append(elapsed_us)
-        self._count(step, outcomes, self._barrier.num_refused - refused_before)
+        self._count(requests, outcomes, self._barrier.num_refused - refused_before)
         self._sources.verified(outcomes)
-        if step.is_shadow:
-            self.counts.add(shadow_nodes=sum(map(len, drafts)))
+        num_drafted = sum(map(len, drafts))
+        if is_shadow:
+            self.counts.add(shadow_nodes=num_drafted)
         else:
-            self._sources.drafted(step, drafts)
-            self.counts.add(
-                drafted_nodes=sum(map(len, drafts)),
-                branching_drafts=sum(draft.parents is not None for draft in drafts),
-            )
+            self._sources.drafted(requests, drafts)
+            num_branching = sum([draft.parents is not None for draft in drafts])
+            self.counts.add(drafted_nodes=num_drafted, branching_drafts=num_branching)
         self.counts.time(elapsed_us)
         return drafts
 
@@ -289,14 +289,18 @@ class Drafter:
 
     def _count(
         self,
-        step: StepContext,
+        requests: Sequence[RequestStep],
         outcomes: Sequence[StepOutcome],
         num_refused: int,
     ) -> None:
         # The drafts made now are of the next step, which a request's last one never has.
-        verified = {outcome.request_id for outcome in outcomes}
-        num_steps = num_tokens = num_drafted = 0
-        for request in step.requests:
+        verified: set[str] = set()
+        num_steps = num_tokens = num_drafted = num_verified = num_accepted = 0
+        for outcome in outcomes:
+            verified.add(outcome.request_id)
+            num_verified += outcome.num_drafted
+            num_accepted += outcome.num_accepted
+        for request in requests:
             num_new = len(request.new_tokens)
             if request.num_output_tokens > num_new:  # a prefill's step gives one token anyway
                 num_steps += request.num_steps
@@ -307,8 +311,8 @@ class Drafter:
             emitted_tokens=num_tokens,
             empty_drafts=num_steps - num_drafted,
             verified_drafts=len(verified),
-            verified_nodes=sum(outcome.num_drafted for outcome in outcomes),
-            accepted_nodes=sum(outcome.num_accepted for outcome in outcomes),
+            verified_nodes=num_verified,
+            accepted_nodes=num_accepted,
             refused_drafts=num_refused,
         )
 

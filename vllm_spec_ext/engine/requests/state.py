@@ -35,9 +35,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.spec_ext")
 
 
-@dataclass
+class Sampling(NamedTuple):
+    """Of a request, as :class:`RequestStep` tells it, and in that order."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+_GREEDY = Sampling()
+
+
+@dataclass(slots=True)
 class RequestState:
-    """A request's options, parsed once, and the draft that waits for its step."""
+    """What a request asks for, read once, and the draft that waits for its step."""
 
     options: RequestOptions
     rule: ScorerOptions | None  # None: the server's own
@@ -47,9 +59,20 @@ class RequestState:
     reads_history: bool = False  # its sampling parameters look at the tokens before a row
     ends: frozenset[int] = frozenset()  # stop tokens, with which an answer ends
     is_session: bool = False  # its input comes in pieces
+    sampling: Sampling = _GREEDY
+    max_tokens: int | None = None  # of its answer
+    has_grammar: bool = False
+    num_chosen_logprobs: int = 0  # tokens whose log-probabilities it chose to have
     over_at: int | None = None  # tokens up to the end of its answer, once that was seen
     draft: ScheduledDraft | None = None
     probs: torch.Tensor | None = None  # [num_nodes, vocab] that the draft was drawn from
+
+    def most_drafted(self, max_draft_tokens: int) -> int:
+        """Most draft tokens by the request's options, where the engine allows so many."""
+        own = self.options.max_draft_tokens
+        if not self.options.enabled:
+            return 0
+        return max_draft_tokens if own is None else min(max_draft_tokens, own)
 
     def _draft_of(self, scheduled: Sequence[int]) -> tuple[ScheduledDraft | None, int]:
         """The draft and how much of it is scheduled; None if it is not what was scheduled.
@@ -162,7 +185,20 @@ def read_request(
     in_pieces = is_session(params.extra_args)
     if in_pieces and params.repetition_detection is not None:  # where that ends it, vLLM knows
         options = options.model_copy(update={"enabled": False})
-    return RequestState(options, rule, eta, exact_ids, share_group, reads_history, ends, in_pieces)
+    return RequestState(
+        options,
+        rule,
+        eta,
+        exact_ids,
+        share_group,
+        reads_history,
+        ends,
+        in_pieces,
+        Sampling(params.temperature, params.top_k, params.top_p, params.seed),
+        params.max_tokens,
+        params.structured_outputs is not None,
+        len(params.logprob_token_ids or ()),
+    )
 
 
 def _read_options(

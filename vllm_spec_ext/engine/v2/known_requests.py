@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class _Growing:
     """Tokens or blocks of a request in one array; views of its beginning stay as they are."""
 
+    __slots__ = ("_array", "length")
+
     def __init__(self, values: Sequence[int]) -> None:
         self._array = np.array(values, np.int32)
         self.length = len(values)
@@ -42,6 +44,8 @@ class _Growing:
 
 
 class _Request:
+    __slots__ = ("blocks", "num_ids", "num_prompt_tokens", "number", "params", "tokens")
+
     def __init__(self, new: "NewRequestData", number: int) -> None:
         assert new.prefill_token_ids is not None
         assert new.sampling_params is not None

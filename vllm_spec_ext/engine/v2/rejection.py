@@ -109,8 +109,7 @@ class WalkSampler(RejectionSampler):
             if self._relaxed_rule is None:
                 distributions = drawn_of(step, greedy)
         self._whole, self._part, self._walks = None, None, []
-        chosen = sampler.logprob_token_ids_state
-        self._num_chosen = chosen.max_num_token_ids(input_batch.idx_mapping_np)
+        self._num_chosen = max([state.num_chosen_logprobs for state in step.states], default=0)
         if plan is not None or distributions or self._relaxed_rule is not None:
             batch = step_batch(step)
             if invalid_drafts is not None:  # rows behind which no grammar was asked

@@ -5,6 +5,7 @@ Our drafts are made on the host, once the step's tokens are there; vLLM asks its
 that. So the speculator returns what is there already, and the drafts are written afterwards.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,8 @@ class HostDraftTokens:
         self._on_host = torch.zeros_like(
             draft_tokens, device="cpu", pin_memory=on_device and is_pin_memory_available()
         )
-        self._rows = self._on_host.numpy()
+        # Flat, as int64: a few short rows are written sooner without numpy.
+        self._places = memoryview(self._on_host.numpy()).cast("B").cast("q")
         self._request_ids: Sequence[str] = ()
         self._drafts: Sequence[Sequence[int]] = ()
 
@@ -85,15 +87,19 @@ class HostDraftTokens:
             new_tokens: Of each in this step.
             num_scheduled: That each drafts if the scheduler is asynchronous.
         """
+        self._request_ids, self._drafts = batch.req_ids, drafts
+        if not self._is_async and not any(drafts):
+            return  # the next step reads nothing there
         width = self._draft_tokens.shape[1]
         rows = [
             [*draft, *(new[-1:] or [0]) * (width - len(draft))]
             for draft, new in zip(drafts, new_tokens, strict=True)
         ]
-        self._rows[batch.idx_mapping_np] = rows
+        for place, row in zip(batch.idx_mapping_np.tolist(), rows, strict=True):
+            self._places[place * width : (place + 1) * width] = array("q", row)
         self._draft_tokens.copy_(self._on_host, non_blocking=True)
-        self._request_ids = batch.req_ids
-        self._drafts = [row[:num_scheduled] for row in rows] if self._is_async else drafts
+        if self._is_async:
+            self._drafts = [row[:num_scheduled] for row in rows]
 
     def get_draft_tokens(self) -> DraftTokenIds:
         """Those of the last step."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from vllm_spec_ext.engine.watching.counts import WorkerCounts, add_to
 from vllm_spec_ext.engine.watching.metric_names import MOST_STRENGTHS
-from vllm_spec_ext.proposers.base import Draft, StepContext, StepOutcome
+from vllm_spec_ext.proposers.base import Draft, RequestStep, StepOutcome
 
 
 class SourceCounter:
@@ -24,9 +24,9 @@ class SourceCounter:
         self._waiting: dict[str, Draft] = {}
         self._strengths: set[tuple[str, str]] = set()  # that are told apart, with their sources
 
-    def drafted(self, step: StepContext, drafts: Sequence[Draft]) -> None:
+    def drafted(self, requests: Sequence[RequestStep], drafts: Sequence[Draft]) -> None:
         """Remember who named the nodes of these drafts, and what was expected of them."""
-        for request, draft in zip(step.requests, drafts, strict=True):
+        for request, draft in zip(requests, drafts, strict=True):
             # In the place of one that was never verified.
             if draft.path_probs is not None or draft.sources is not None:
                 self._waiting[request.request_id] = draft
