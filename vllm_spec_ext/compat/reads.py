@@ -500,6 +500,7 @@ CLASSES: tuple[Reads, ...] = (
             "top_p": "float",
             "seed": "int | None",
             "structured_outputs": "object | None",
+            "logprob_token_ids": "list[int] | None",
             "thinking_token_budget": "int | None",
             "presence_penalty": "float",
             "frequency_penalty": "float",

@@ -136,10 +136,8 @@ class Step:
             num_drafted = len(draft) - draft.count(-1)
             if num_drafted:
                 # What fills a draft up may be right, too, and is none of it.
-                most = min(len(tokens) - 1, num_drafted)
-                nodes = None if self.walk is None else self.accepted_nodes(row, most)
-                num_accepted = most if nodes is None else len(nodes)
-                found.append(StepOutcome(self.request_ids[row], num_drafted, num_accepted, nodes))
+                nodes = self.accepted_nodes(row, min(len(tokens) - 1, num_drafted))
+                found.append(StepOutcome(self.request_ids[row], num_drafted, len(nodes), nodes))
         return found
 
     def last_rows(self, new_tokens: Sequence[Sequence[int]]) -> list[int]:

@@ -24,7 +24,8 @@ def test_a_step_is_compared_with_plain_ones_next_to_it() -> None:
     """The machine is half as fast from the middle on, and nothing is lost by that."""
     plain_s = np.repeat([0.05, 0.1], 300)
     found = own_floor.row("chat", steps(plain_s, 0.0, nodes=5, tokens=6))
-    assert (found["steps"], found["drafted"], found["noise"]) == (600, 480, 1.0)
+    assert (found["steps"], found["drafted"]) == (600, 480)
+    assert found["noise"] == pytest.approx(1.0, abs=0.01)
     assert found["speed"] == pytest.approx(1.0, abs=0.01)  # 6 of 4 tokens, in half as long again
     assert found["slowest"] == pytest.approx(1.0, abs=0.02)
 
@@ -39,7 +40,7 @@ def test_drafting_time_and_drafts_that_fail_are_lost() -> None:
     found = own_floor.row("chat", given)
     assert found["slowest"] < found["speed"]
     # 200 steps with all that fail: 100 of 0.116 on the mean, 20 plain ones, 80 of two tokens each.
-    assert found["slowest"] == pytest.approx((100 + 20 + 160) / (100 * 1.16 + 20 + 80 * 1.2))
+    assert found["slowest"] == round((100 + 20 + 160) / (100 * 1.16 + 20 + 80 * 1.2), 3)
 
 
 def test_a_kind_without_plain_steps_says_nothing() -> None:

@@ -418,6 +418,25 @@ def test_what_earns_with_many_requests_is_found_in_the_first_steps() -> None:
     assert min(found) > 0.98
 
 
+@pytest.mark.parametrize(("drafting", "least"), [(0.3, 0.985), (0.7, 0.975)])
+def test_a_dear_drafter_does_not_read_on_where_a_fresh_engine_may_not_ask_it(
+    drafting: float, least: float
+) -> None:
+    """Its first drafts were good, but what may be lost pays for no others: reading cost 0.025."""
+    for seed in range(6):
+        run = simulate(
+            Machine(token=0.04, drafting=drafting, idle=0.025),
+            lambda step: 0.9 if step < 6 else 0.3,
+            num_steps=600,
+            seed=seed,
+            most=4,
+            batch=lambda step: 16,
+            budget=DraftBudget(can_rest=True),
+        )
+        assert run.ratio(0, 50) >= least
+        assert run.lowest(200) >= 0.978
+
+
 def test_drafts_whose_shadows_fail_are_never_verified() -> None:
     run = simulate(Machine(drafting=0.0), ACCEPTANCE["always wrong"], budget=DraftBudget())
     assert not any(run.num_drafted)

@@ -353,7 +353,8 @@ class DraftBudget:
         least = self._least(found, num_requests, total, drafting)
         risk = _careful(found, least) + drafting
         state = f"balance {self.balance:.2f} plain steps"
-        stake = self.balance * min(1.0, max(0.0, 1.0 + self._hoped / _DOUBT))
+        hope = min(1.0, max(0.0, 1.0 + self._hoped / _DOUBT))
+        stake = self.balance * hope
         can_shadow = self._shadow >= self._shadow_cost(num_requests)
         if can_shadow and (self._gains.num_steps < _FIRST_SHADOWS or risk > stake):
             why = "a fresh engine" if self._gains.num_steps < _FIRST_SHADOWS else "drafts lost time"
@@ -361,8 +362,9 @@ class DraftBudget:
             return Allowance(None, break_even, f"{why}; {state}", fixed, branch, is_shadow=True)
         if risk > stake:
             why = f"drafts lost time; {state}, {least} tokens too many"
-            # What they earned comes back by itself, if reading on does not cost more.
+            # What they earned comes back by itself, and is enough, if reading on costs less.
             comes_back = self._coming_back > self._usual_idle / found.plain_s
+            comes_back &= risk <= min(_RETURNED, self._limit) * hope
             rests = self._resting is not None and not comes_back
             return Allowance(0, probability, why, may_rest=rests)
         # Drafts that earn little and vary much would lose it all in one step, and then stand still.
