@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-NUM_STEPS = 200
+from vllm_spec_ext.bench.windows import NUM_STEPS, lowest_speed
+
 NUM_NEXT = 8  # plain steps next to a step that it is compared with
 
 
@@ -109,14 +110,11 @@ def references(steps: Sequence[Step]) -> NDArray[np.float64]:
     return np.array(found)
 
 
-def slowest(saved: NDArray[np.float64], taken: NDArray[np.float64]) -> float:
-    """Lowest quotient of the sums over any stretch, or over all if there are fewer steps."""
-    if not len(saved):
+def slowest(would_take: NDArray[np.float64], taken: NDArray[np.float64]) -> float:
+    """Lowest speed of any stretch; NaN if there are no steps."""
+    if not len(would_take):
         return float("nan")
-    width = min(NUM_STEPS, len(saved))
-    sums = np.concatenate([np.zeros((1, 2)), np.stack([saved, taken], axis=1).cumsum(axis=0)])
-    would_take, took = (sums[width:] - sums[:-width]).T
-    return float((would_take / took).min())
+    return lowest_speed(np.stack([taken, would_take], axis=1), NUM_STEPS)
 
 
 def noise(steps: Sequence[Step]) -> float:
@@ -133,13 +131,14 @@ def row(kind: str, steps: Sequence[Step]) -> dict[str, Any]:
     """The figures of one kind of text."""
     tokens = np.array([step.num_tokens / step.num_requests for step in steps])
     taken = np.array([step.seconds for step in steps])
-    would_take = tokens * references(steps)
+    plain = references(steps)
+    would_take = tokens * plain
     return {
         "kind": kind,
         "steps": len(steps),
         "drafted": sum(step.num_drafted > 0 for step in steps),
         "tokens/step": round(float(tokens.mean()), 3) if len(steps) else None,
-        "plain_ms": round(1e3 * float(references(steps).mean()), 1) if len(steps) else None,
+        "plain_ms": round(1e3 * float(plain.mean()), 1) if len(steps) else None,
         "speed": round(float(would_take.sum() / taken.sum()), 3) if len(steps) else None,
         "slowest": round(slowest(would_take, taken), 3),
         "noise": round(noise(steps), 3),

@@ -39,8 +39,18 @@ def slowest_window(
     parts = [_seconds(mine, theirs) for mine, theirs in turns]
     if not any(len(part) for part in parts):
         return None
-    sums = np.concatenate([np.zeros((1, 2)), np.concatenate(parts).cumsum(axis=0)])
-    width = min(NUM_STEPS * batch_size, len(sums) - 1)
+    return lowest_speed(np.concatenate(parts), NUM_STEPS * batch_size)
+
+
+def lowest_speed(steps: NDArray[np.float64], width: int) -> float:
+    """Lowest speed-up over so many steps in a row, or over all if there are fewer.
+
+    Args:
+        steps: [num_steps, 2] what each took, and what its tokens took plainly; at least one.
+        width: Of a stretch.
+    """
+    sums = np.concatenate([np.zeros((1, 2)), steps.cumsum(axis=0)])
+    width = min(width, len(steps))
     taken, would_take = (sums[width:] - sums[:-width]).T
     return float((would_take / taken).min())
 
