@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens a step of ``input_copy`` or ``adaptive_ngram`` on recorded answers, by the scheduling.
+"""Tokens a step of a method that drafts late on recorded answers, by the scheduling.
 
     python scripts/late_tables.py record --model MODEL --prompts prompts.jsonl recorded.jsonl
     python scripts/late_tables.py replay --tokenizer MODEL recorded.jsonl
     python scripts/late_tables.py replay --tokenizer MODEL --method adaptive_ngram recorded.jsonl
+    python scripts/late_tables.py replay --tokenizer MODEL --method auto \\
+        --options '{"corpus": "FOLDER"}' recorded.jsonl
 
 Replayed are synchronous scheduling, where a weak match drafts little; asynchronous scheduling with
 drafts behind each step's tokens, all of one length; and the same with drafts looked up on the
@@ -11,6 +13,7 @@ device, from what the host knew one step before. For that the host's version tha
 tested against takes their place: ``proposers/input_copy/late_reference.py``, and what
 ``adaptive_ngram`` itself says that a device drafted. Replay knows no clock, so
 ``adaptive_length`` has no part in it. As a control the last one is replayed with an old query.
+``auto`` drafts trees where it waits, and chains where it does not: both are replayed.
 
 Prompts are JSON lines with ``category`` and ``prompt``, a user's message.
 """
@@ -23,6 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.simulate import Point, make_points, read_recordings, start
@@ -40,9 +45,14 @@ from vllm_spec_ext.proposers.input_copy.copy_state import LateState
 from vllm_spec_ext.proposers.input_copy.late_reference import Texts, late_draft
 from vllm_spec_ext.replay import Recording, replay
 
-METHODS: dict[str, dict[str, Any]] = {"input_copy": {}, "adaptive_ngram": {"tree": False}}
+METHODS: dict[str, dict[str, Any]] = {
+    "input_copy": {},
+    "adaptive_ngram": {"tree": False},
+    "auto": {"adaptive_length": False},
+}
 """With the options that let them draft late."""
 DESIGNS = ("synchronous", "behind each step", "late tables", "late, old query")
+AUTO_DESIGNS = ("synchronous", "late tables")
 
 
 class LateCopies:
@@ -136,19 +146,27 @@ def figures(
 ) -> dict[str, float]:
     """Tokens a step of each design; every one starts anew."""
     found = {}
-    for design in DESIGNS:
-        proposer, engine = start(method, point, recordings, tokenizer, name, 1)
-        asked: Any = Design(proposer, design)
+    for design in DESIGNS if method != "auto" else AUTO_DESIGNS:
+        asked: Any
+        asked, engine = start(method, point, recordings, tokenizer, name, 1)
+        if method != "auto":
+            asked = Design(asked, design)
+        elif design != "synchronous":
+            late = asked.late_drafter(engine)
+            if isinstance(late, str):
+                raise SystemExit(f"auto with these options drafts nothing late: {late}")
+            late.start(torch.device("cpu"))  # from now on it says what a device would draft
         found[design] = replay(asked, recordings, engine).tokens_per_step
     return found
 
 
 def table(by_category: dict[str, dict[str, float]], sizes: dict[str, int]) -> str:
     """Markdown."""
-    lines = ["| recordings | " + " | ".join(DESIGNS) + " |", "| --- " * (len(DESIGNS) + 1) + "|"]
+    designs = list(next(iter(by_category.values())))
+    lines = ["| recordings | " + " | ".join(designs) + " |", "| --- " * (len(designs) + 1) + "|"]
     for category, found in by_category.items():
         sync = found["synchronous"]
-        cells = [f"{found[d]:.3f} ({100 * (found[d] / sync - 1):+.1f} %)" for d in DESIGNS[1:]]
+        cells = [f"{found[d]:.3f} ({100 * (found[d] / sync - 1):+.1f} %)" for d in designs[1:]]
         lines.append(f"| {category}, {sizes[category]} | {sync:.3f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -158,7 +176,9 @@ def record(model: str, prompts: Path, output: Path, max_tokens: int) -> None:
     from vllm import LLM, SamplingParams
 
     rows = [json.loads(line) for line in prompts.read_text().splitlines() if line]
-    engine = LLM(model, max_model_len=2048, max_num_seqs=8, enforce_eager=True)
+    sizes: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 8}
+    # Half of the memory is plenty for so few; all of it may not be free.
+    engine = LLM(model, **sizes, enforce_eager=True, gpu_memory_utilization=0.5)
     messages = [[{"role": "user", "content": row["prompt"]}] for row in rows]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     with output.open("w") as file:
@@ -184,13 +204,18 @@ def main() -> int:
     player.add_argument("--tokenizer", required=True)
     player.add_argument("--tokens", type=int, default=8, help="num_speculative_tokens")
     player.add_argument("--method", choices=METHODS, default="input_copy")
+    player.add_argument("--options", type=json.loads, default={}, help="of the method; JSON")
     player.add_argument("recordings", type=Path)
     given = parser.parse_args()
     if given.command == "record":
         record(given.model, given.prompts, given.output, given.max_tokens)
         return 0
     tokenizer = load_tokenizer(given.tokenizer)
-    options = {**METHODS[given.method], "num_speculative_tokens": given.tokens}
+    options = {
+        **METHODS[given.method],
+        **given.options,
+        "num_speculative_tokens": given.tokens,
+    }
     [point] = make_points(given.method, [options])
     groups: dict[str, list[Recording]] = defaultdict(list)
     for recording in read_recordings(given.recordings, tokenizer):

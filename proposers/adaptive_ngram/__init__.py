@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, cast
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.adaptive_ngram.options import (
-    MANY_REQUESTS,
     MOST_LATE_BYTES,
     AdaptiveNgramOptions,
 )
@@ -36,6 +35,7 @@ from vllm_spec_ext.proposers.candidates.recycled_rows import NUM_KEPT
 
 if TYPE_CHECKING:
     from vllm_spec_ext.proposers.adaptive_ngram.drafter import NgramDrafter
+    from vllm_spec_ext.proposers.adaptive_ngram.late_ngram import LateNgram
     from vllm_spec_ext.proposers.adaptive_ngram.more_sources import MoreSources
 
 logger = logging.getLogger("vllm.spec_ext")
@@ -123,26 +123,34 @@ class AdaptiveNgram(BaseProposer):
     def drafts_late(cls, options: MethodOptions) -> bool:
         """Chains, where it is known without loading anything that the tables are small enough."""
         asked = cast(AdaptiveNgramOptions, options)
-        if asked.tree or asked.corpus is not None:
-            return False
-        return asked.overlay_bytes(MANY_REQUESTS) <= MOST_LATE_BYTES
+        return not asked.tree and asked.fits_a_device
 
     def late_drafter(self, engine: EngineHandle) -> LateDrafter | str:
         """Of chains, if the tables are not too large for the device."""
         if self.settings.tree:
             return 'its drafts are trees; "tree": false drafts chains'
-        from vllm_spec_ext.proposers.adaptive_ngram.late_ngram import (
-            LateNgram,
-            table_bytes,
-        )
+        return self.why_not_late() or self._late(engine)
+
+    def why_not_late(self) -> str | None:
+        """Why its tables cannot stand on a device, now that they are there; None if they can."""
+        from vllm_spec_ext.proposers.adaptive_ngram.late_ngram import table_bytes
 
         needed = table_bytes(self.drafter.learner, self.drafter.base)
-        if needed > MOST_LATE_BYTES:
-            return (
-                f"its tables take {needed >> 20} MiB, expected at most {MOST_LATE_BYTES >> 20} on "
-                "the device: a smaller corpus, request_buckets, shared_buckets or max_cache_salts"
-            )
-        return LateNgram(self.drafter, engine.num_speculative_tokens)
+        if needed <= MOST_LATE_BYTES:
+            return None
+        return (
+            f"its tables take {needed >> 20} MiB, expected at most {MOST_LATE_BYTES >> 20} on "
+            "the device: a smaller corpus, request_buckets, shared_buckets or max_cache_salts"
+        )
+
+    def late_behind_copies(self, engine: EngineHandle) -> "LateNgram":
+        """Of chains that begin with copies, see :mod:`.late_copies`."""
+        return self._late(engine, behind_copies=True)
+
+    def _late(self, engine: EngineHandle, *, behind_copies: bool = False) -> "LateNgram":
+        from vllm_spec_ext.proposers.adaptive_ngram.late_ngram import LateNgram
+
+        return LateNgram(self.drafter, engine.num_speculative_tokens, behind_copies=behind_copies)
 
     def continue_from(self, request_id: str, provisional: Sequence[int], most: int) -> IntArray:
         """See :class:`vllm_spec_ext.proposers.base.Continues`; a search and nothing else."""

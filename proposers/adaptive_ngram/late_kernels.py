@@ -4,7 +4,8 @@
 One launch, a program for each request: it takes the two last tokens of the text and follows the
 likeliest successors, as ``lookup.py`` and ``search.search_chain`` do. Successors of a context stand
 side by side, the corpus's first, then those of the request's overlay and of the shared one. Numbers
-are as wide as on the host, so that equals stay equal and the first of them is taken.
+are as wide as on the host, so that equals stay equal and the first of them is taken. A draft may
+begin with what was copied (``BEHIND``), as ``late_copies.py`` says.
 
 Imports Triton, so it is imported when an engine asks for it.
 """
@@ -31,6 +32,7 @@ SHARED_WEIGHT = tl.constexpr(2)
 HALF_LIFE = tl.constexpr(3)
 UNSEEN_WEIGHT = tl.constexpr(4)
 MIN_CONFIDENCE = tl.constexpr(5)
+GIVES_WAY = tl.constexpr(6)
 
 # A row of the tables: words of 8 bytes, and where its tokens and weights are in words of 4.
 ROW_WORDS = tl.constexpr(10)
@@ -314,6 +316,20 @@ def _best(  # type: ignore[no-untyped-def]
     return token, weight
 
 
+@triton.jit
+def _copied(copied_ptr, drafts_ptr, last, NUM_DRAFTED: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A request's copy: how many tokens, and how many agree before them; the tokens, the first and
+    the two last ones, the text's own before them."""
+    at = tl.arange(0, PADDED)
+    num_copied = tl.load(copied_ptr)
+    tokens = tl.load(drafts_ptr + at, mask=(at < num_copied) & (at < NUM_DRAFTED), other=0)
+    first = tl.sum(tl.where(at == 0, tokens, 0), axis=0)
+    before = tl.sum(tl.where(at == num_copied - 2, tokens, 0), axis=0)
+    before = tl.where(num_copied > 1, before, last)
+    end = tl.sum(tl.where(at == num_copied - 1, tokens, 0), axis=0)
+    return num_copied, tl.load(copied_ptr + 1), tokens, first, before, end
+
+
 @triton.jit(do_not_specialize=["num_corpus_rows", "num_corpus_entries", "num_frequent"])
 def walk_tables(  # type: ignore[no-untyped-def]
     rows_ptr,  # [num_requests, NUM_COLUMNS] int64
@@ -333,6 +349,7 @@ def walk_tables(  # type: ignore[no-untyped-def]
     frequent_tokens_ptr,  # [num_frequent]
     frequent_probs_ptr,  # [num_frequent] float32
     numbers_ptr,  # float64
+    copied_ptr,  # if BEHIND: [num_requests, 2] int32 tokens in drafts, and those that agree before
     drafts_ptr,  # [num_requests, NUM_DRAFTED] int64, written
     vocab_size,
     num_corpus_rows,
@@ -343,6 +360,8 @@ def walk_tables(  # type: ignore[no-untyped-def]
     OWN_ROWS: tl.constexpr,  # rows of a request's overlay; 0 = there is none
     SHARED_ROWS: tl.constexpr,
     WIDTH: tl.constexpr,  # entries of a context, a power of two
+    BEHIND: tl.constexpr,
+    WEAK: tl.constexpr,
     NUM_DRAFTED: tl.constexpr,
     PADDED: tl.constexpr,  # NUM_DRAFTED as a power of two
 ):
@@ -355,13 +374,24 @@ def walk_tables(  # type: ignore[no-untyped-def]
     last = tl.load(text + length - 1).to(tl.int64)
     w1 = tl.load(text + length - 2, mask=length > 1, other=-1).to(tl.int64)
     w2 = last
-    most = tl.where((last >= 0) & (last < vocab_size), column(row, MOST), 0)
+    room = column(row, MOST)
+    most = tl.where((last >= 0) & (last < vocab_size), room, 0)
     min_confidence = tl.load(numbers_ptr + MIN_CONFIDENCE)
     at = tl.arange(0, PADDED)
     drafted = tl.zeros([PADDED], tl.int64)
     path = tl.full([], 1.0, tl.float64)
     count = most * 0
-    while count < most:
+    probes = count  # 1: what would be drafted in place of the copy is looked up first
+    if BEHIND:
+        count, agreeing, drafted, first, before, end = _copied(
+            copied_ptr + 2 * request, drafts_ptr + request * NUM_DRAFTED, last, NUM_DRAFTED, PADDED
+        )
+        most_behind = tl.where((end >= 0) & (end < vocab_size), room, count)
+        probes = ((count > 0) & (agreeing <= WEAK) & (most > 0)).to(tl.int32)
+        goes_behind = (count > 0) & (probes == 0)
+        most = tl.where(goes_behind, most_behind, most)
+        w1, w2 = tl.where(goes_behind, before, w1), tl.where(goes_behind, end, w2)
+    while (probes != 0) | (count < most):
         token, weight = _best(
             row,
             (longs_ptr, ints_ptr, floats_ptr),
@@ -380,11 +410,19 @@ def walk_tables(  # type: ignore[no-untyped-def]
             SHARED_ROWS,
             WIDTH,
         )
-        path = path * weight
-        goes_on = (weight >= 0.0) & (path >= min_confidence)
+        is_kept = probes != 0
+        if BEHIND:
+            is_sure = (weight >= tl.load(numbers_ptr + GIVES_WAY)) & (weight >= min_confidence)
+            is_kept = is_kept & ((is_sure & (token != first)) == 0)
+            count = tl.where((probes != 0) & (is_kept == 0), 0, count)
+            probes = probes * 0
+        path = tl.where(is_kept, path, path * weight)
+        goes_on = (is_kept == 0) & (weight >= 0.0) & (path >= min_confidence)
         drafted = tl.where(goes_on & (at == count), token, drafted)
-        w1 = w2
-        w2 = token
+        w1, w2 = w2, token
         most = tl.where(goes_on, most, count)
+        if BEHIND:  # the copy is kept: on behind its end
+            w1, w2 = tl.where(is_kept, before, w1), tl.where(is_kept, end, w2)
+            most = tl.where(is_kept, most_behind, most)
         count += goes_on.to(tl.int32)
     write_draft(drafts_ptr, request, drafted, count, last, NUM_DRAFTED, PADDED)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_spec_ext.proposers.adaptive_ngram import late_kernels
 from vllm_spec_ext.proposers.adaptive_ngram.changed_rows import WORDS, ChangedRows, warm_up
+from vllm_spec_ext.proposers.adaptive_ngram.late_copies import GIVES_WAY, WEAK
 from vllm_spec_ext.proposers.adaptive_ngram.overlay import SUCCESSORS
 from vllm_spec_ext.proposers.adaptive_ngram.shared_overlays import NO_SLOT
 from vllm_spec_ext.proposers.base import DeviceTexts, RequestStep
@@ -56,7 +57,13 @@ def table_bytes(learner: "Learner", base: BaseArrays) -> int:
 
 
 def walk_settings(
-    backoff: int, in_corpus: bool, own_rows: int, shared_rows: int, num_drafted: int
+    backoff: int,
+    in_corpus: bool,
+    own_rows: int,
+    shared_rows: int,
+    num_drafted: int,
+    *,
+    behind: bool = False,
 ) -> dict[str, Any]:
     """Constants of ``walk_tables``; a kernel is compiled for each.
 
@@ -66,6 +73,7 @@ def walk_settings(
         own_rows: Rows of a request's overlay; 0 = there is none.
         shared_rows: Rows of a shared overlay; 0 = there is none.
         num_drafted: Draft tokens of each request.
+        behind: The drafts begin with copies.
     """
     entries = MAX_SUCCESSORS * in_corpus + SUCCESSORS * ((own_rows > 0) + (shared_rows > 0))
     return {
@@ -74,6 +82,8 @@ def walk_settings(
         "OWN_ROWS": own_rows,
         "SHARED_ROWS": shared_rows,
         "WIDTH": padded(entries),
+        "BEHIND": behind,
+        "WEAK": WEAK,
         "NUM_DRAFTED": num_drafted,
         "PADDED": padded(num_drafted),
         "num_warps": 4 if entries > _NARROW else 1,
@@ -84,12 +94,15 @@ def walk_settings(
 class LateNgram:
     """Of one engine; see :class:`vllm_spec_ext.proposers.late_drafting.LateDrafter`."""
 
-    def __init__(self, drafter: "NgramDrafter", num_drafted: int) -> None:
+    def __init__(
+        self, drafter: "NgramDrafter", num_drafted: int, *, behind_copies: bool = False
+    ) -> None:
         """Nothing is on the device yet.
 
         Args:
             drafter: Of the proposer, which learns what the target said; it drafts chains.
             num_drafted: Draft tokens of each request.
+            behind_copies: For :meth:`draft_behind`, not for :meth:`draft`.
         """
         self._drafter = drafter
         self._learner = drafter.learner
@@ -105,6 +118,7 @@ class LateNgram:
             self._num_rows(self._learner.requests) if self._learner.per_request else 0,
             self._num_rows(self._learner.shared) if self._learner.is_shared else 0,
             num_drafted,
+            behind=behind_copies,
         )
 
     @staticmethod
@@ -125,6 +139,7 @@ class LateNgram:
             lookup.request_half_life,
             lookup.unseen_weight,
             self._drafter.settings.min_confidence,
+            GIVES_WAY,
         ]
         frequent = PROB_TABLE[base.uni_prob]
         corpus: list[NDArray[Any]] = [base.top, base.w2, base.off, base.tok, base.prob]
@@ -139,6 +154,34 @@ class LateNgram:
 
     def draft(self, requests: Sequence[RequestStep], texts: DeviceTexts) -> "torch.Tensor":
         """One launch, see :class:`.late_drafting.LateDrafter`."""
+        drafts = drafts_of(requests, texts, self._num_drafted)
+        self._walk(requests, texts, drafts, texts.lengths)
+        return drafts
+
+    def draft_behind(
+        self,
+        requests: Sequence[RequestStep],
+        texts: DeviceTexts,
+        drafts: "torch.Tensor",
+        copied: "torch.Tensor",
+    ) -> None:
+        """Go on behind copies, or draft in their place; one launch.
+
+        Args:
+            requests: As of :meth:`draft`.
+            texts: In the same order.
+            drafts: [num_requests, num_speculative_tokens] int64 the copies; is filled up.
+            copied: [num_requests, 2] int32 tokens of each, and how many agree before them.
+        """
+        self._walk(requests, texts, drafts, copied)
+
+    def _walk(
+        self,
+        requests: Sequence[RequestStep],
+        texts: DeviceTexts,
+        drafts: "torch.Tensor",
+        copied: "torch.Tensor",  # or another tensor of the type
+    ) -> None:
         on_device = self._on_device
         assert on_device is not None
         slots = self._drafter.learn_known(requests)
@@ -151,7 +194,6 @@ class LateNgram:
             except BaseException:
                 self._changed.give_back(changed[:, 0])
                 raise
-        drafts = drafts_of(requests, texts, self._num_drafted)
         base = self._drafter.base
         late_kernels.walk_tables[(len(rows),)](
             rows_on_device(rows, texts),
@@ -162,6 +204,7 @@ class LateNgram:
             *self._views(on_device.rows),
             *on_device.corpus,
             on_device.numbers,
+            copied,
             drafts,
             self._drafter.lookup.vocab_size,
             len(base.w2),
@@ -169,7 +212,6 @@ class LateNgram:
             min(len(base.uni_tok), MAX_SUCCESSORS),
             **self._settings,
         )
-        return drafts
 
     def _row(self, request: RequestStep, slot: int) -> LateRow:
         changed, learner = self._changed, self._learner

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions
 from vllm_spec_ext.proposers.adaptive_ngram.reference import ADED_REFERENCE, INTERNAL
 
@@ -113,6 +114,20 @@ class AdaptiveNgramOptions(MethodOptions):
         own = num_requests * self.request_buckets if self.overlay in ("request", "both") else 0
         salts = self.max_cache_salts + 1 if self.overlay in ("shared", "both") else 0
         return BUCKET_BYTES * (own + salts * self.shared_buckets)
+
+    @property
+    def fits_a_device(self) -> bool:
+        """Whether its tables are small enough for one, as far as that is known without reading
+        them; not if the corpus is not there."""
+        from vllm_spec_ext.proposers.corpus.store import store_path
+
+        size = self.overlay_bytes(MANY_REQUESTS)
+        if self.corpus is not None:
+            try:
+                size += store_path(self.corpus).stat().st_size
+            except (SpecExtError, OSError):
+                return False
+        return size <= MOST_LATE_BYTES
 
     @model_validator(mode="before")
     @classmethod

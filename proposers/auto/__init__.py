@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from vllm_spec_ext.options import MethodOptions, RequestOptions
+from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
 from vllm_spec_ext.proposers.auto.drafter_payoff import DrafterPayoff
-from vllm_spec_ext.proposers.auto.late_auto import LateAuto, why_not_late
+from vllm_spec_ext.proposers.auto.late_auto import LateAuto, ngrams_of, why_not_late
 from vllm_spec_ext.proposers.auto.options import AutoOptions
 from vllm_spec_ext.proposers.base import (
     EMPTY_DRAFT,
@@ -150,15 +151,23 @@ class Auto(BaseProposer):
         self._drafts = TreeDrafts((*NAMES, drafter), options.adaptive_length)
 
     def late_drafter(self, engine: EngineHandle) -> LateDrafter | str:
-        """Copies of the input, the request's own output and earlier answers; heads before them."""
+        """Copies of the input, the request's own output and earlier answers; heads before them,
+        and tri-grams behind them."""
         reason = why_not_late(self._options)
         if reason is not None:
             return reason
+        wanted, ngrams = ngrams_of(self._options), None
+        if wanted is not None:
+            ngrams = AdaptiveNgram(wanted)
+            ngrams.start(engine)
+            reason = ngrams.why_not_late()
+            if reason is not None:
+                return reason
         asked, chains = self._options.drafter, None
         if asked is not None:
             chains = asked.proposer()(asked.as_chain)
             chains.start(replace(engine, is_level=True))
-        return LateAuto(self._options, engine, chains, self._begin_late)
+        return LateAuto(self._options, engine, chains, ngrams, self._begin_late)
 
     def _begin_late(self, late: LateAuto) -> None:
         if self._drafter is not None:

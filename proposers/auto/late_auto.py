@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `auto` drafts where the scheduler does not wait for a step's tokens: chains, on the device.
 
-Copies, and where there are heads theirs in front of them: heads were shown what followed before,
-and know when not to go by it; what copies foresee stands behind the last head. Trees wait for a
+Copies; with a corpus its tri-grams and those of the request's own text, where copies end or are
+weak; and where there are heads theirs in front of all: heads were shown what followed before,
+and know when not to go by it; what the others foresee stands behind the last head. Trees wait for a
 step's tokens, and steps with branches get no full CUDA graph: on an H200 that took two to six
 times the time of plain decoding's steps, and so more than trees gain (docs/gpu.md).
 """
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_spec_ext.proposers.adaptive_ngram.options import AdaptiveNgramOptions
 from vllm_spec_ext.proposers.auto.options import AutoOptions
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
@@ -24,20 +26,24 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
-from vllm_spec_ext.proposers.candidates.evidence import NAMES
+from vllm_spec_ext.proposers.candidates.evidence import COPY, CORPUS, NAMES
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions
 
 if TYPE_CHECKING:
     import torch
 
-_COPY = (NAMES[-1],)
+    from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
+    from vllm_spec_ext.proposers.adaptive_ngram.late_ngram import LateNgram
+
+_COPY, _CORPUS = (NAMES[COPY],), (NAMES[CORPUS],)
 
 
 def why_not_late(options: AutoOptions) -> str | None:
     """Why drafts wait for each step's tokens; None if they need not."""
-    if options.corpus is not None:
-        return "its corpus is looked up on the host"
+    ngrams = ngrams_of(options)
+    if ngrams is not None and not ngrams.fits_a_device:
+        return "its corpus is too large for a device, or not there"
     asked = options.drafter
     if asked is not None and asked.options.get("tree"):
         return 'its drafter drafts trees; leave "tree" out'
@@ -51,6 +57,19 @@ def why_not_late(options: AutoOptions) -> str | None:
     return None
 
 
+def ngrams_of(options: AutoOptions) -> AdaptiveNgramOptions | None:
+    """Chains of tri-grams from its corpus and the request's own text; None without a corpus."""
+    if options.corpus is None:
+        return None
+    return AdaptiveNgramOptions(
+        corpus=options.corpus,
+        tree=False,
+        overlay="request" if options.own_text else "none",
+        min_confidence=0.0,
+        adaptive_length=False,
+    )
+
+
 class LateAuto:
     """Of one engine; see :class:`vllm_spec_ext.proposers.late_drafting.LateDrafter`."""
 
@@ -59,6 +78,7 @@ class LateAuto:
         options: AutoOptions,
         engine: EngineHandle,
         drafter: BaseProposer | None,
+        ngrams: "AdaptiveNgram | None",
         begins: Callable[["LateAuto"], None],
     ) -> None:
         """Nothing is on the device yet.
@@ -66,7 +86,8 @@ class LateAuto:
         Args:
             options: Of `auto`: which texts are copied from.
             engine: The proposer's.
-            drafter: Drafts chains late, and was started; None: copies alone.
+            drafter: Drafts chains late, and was started; None: nothing goes before copies.
+            ngrams: Of :func:`ngrams_of`, started; None: nothing goes behind them.
             begins: Told that this drafts from now on, if the engine does draft late.
         """
         self.copies = InputCopy(
@@ -80,26 +101,35 @@ class LateAuto:
         self.copies.start(engine)
         self.drafter = drafter
         self.needs = self.copies.needs
-        self._late: list[LateDrafter] = [self.copies.late_drafter(engine)]
+        self._late_copies = self.copies.late_drafter(engine)
+        self._late_first: LateDrafter | None = None
         if drafter is not None:
             made = drafter.late_drafter(engine)
             assert not isinstance(made, str), made
-            self._late.append(made)
+            self._late_first = made
             self.needs = replace(self.needs, hidden_states=drafter.needs.hidden_states)
+        self._ngrams = ngrams
+        self._late_ngrams: LateNgram | None = None
+        if ngrams is not None:
+            self._late_ngrams = ngrams.late_behind_copies(engine)
         self._begins = begins
 
     # On the device.
 
     def start(self, device: "torch.device") -> None:
         """What the sources need there."""
-        for late in self._late:
-            late.start(device)
+        for late in (self._late_copies, self._late_ngrams, self._late_first):
+            if late is not None:
+                late.start(device)
         self._begins(self)
 
     def draft(self, requests: Sequence[RequestStep], texts: DeviceTexts) -> "torch.Tensor":
-        """Copies, and the drafter's tokens in the place of the first of them."""
-        drafts, *others = [late.draft(requests, texts) for late in self._late]
-        for first in others:
+        """Copies, tri-grams behind them, and the drafter's tokens in the place of the first."""
+        drafts, copied = self._late_copies.draft_counted(requests, texts)
+        if self._late_ngrams is not None:
+            self._late_ngrams.draft_behind(requests, texts, drafts, copied)
+        if self._late_first is not None:
+            first = self._late_first.draft(requests, texts)
             drafts[:, : first.shape[1]] = first
         return drafts
 
@@ -107,22 +137,46 @@ class LateAuto:
 
     def propose(self, step: StepContext) -> list[Draft]:
         """What was drafted."""
-        copies = self.copies.propose(step)
+        drafts = self.copies.propose(step)
+        if self._ngrams is not None:
+            drafts = self._with_ngrams(self._ngrams, step, drafts)
         if self.drafter is None:
-            return copies
-        return list(map(self._behind, self.drafter.propose(step), copies))
+            return drafts
+        return list(map(self._behind, self.drafter.propose(step), drafts))
 
-    def _behind(self, first: Draft, copy: Draft) -> Draft:
+    def _with_ngrams(
+        self, ngrams: "AdaptiveNgram", step: StepContext, copies: Sequence[Draft]
+    ) -> list[Draft]:
+        from vllm_spec_ext.proposers.adaptive_ngram.late_copies import Copied, behind_copies
+
+        copied = [
+            Copied(copy.tokens, self.copies.num_before(request.request_id) if len(copy) else 0)
+            for request, copy in zip(step.requests, copies, strict=True)
+        ]
+        chains = behind_copies(ngrams.drafter, step, copied)
+        ngrams.drafter.learn_known(step.requests)
+        return [
+            Draft(
+                np.concatenate([copy, behind]),
+                sources=(_COPY,) * len(copy) + (_CORPUS,) * len(behind),
+            )
+            for copy, behind in chains
+        ]
+
+    def _behind(self, first: Draft, others: Draft) -> Draft:
         assert self.drafter is not None
-        rest = copy.tokens[len(first) :]
-        names = ((self.drafter.info.name,),) * len(first) + (_COPY,) * len(rest)
+        rest = others.tokens[len(first) :]
+        names = others.sources or (_COPY,) * len(others)
+        names = ((self.drafter.info.name,),) * len(first) + names[len(first) :]
         return Draft(np.concatenate([first.tokens, rest]), sources=names)
 
     def observe(self, outcomes: Sequence[StepOutcome]) -> None:
         """What copies alone are worth; of a mixed draft nobody knows it."""
-        if self.drafter is None:
+        if self.drafter is None and self._ngrams is None:
             self.copies.observe(outcomes)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget the requests, and keep their answers for later ones."""
         self.copies.finish(request_ids)
+        if self._ngrams is not None:
+            self._ngrams.finish(request_ids)

@@ -21,7 +21,6 @@ from vllm_spec_ext.proposers.base import (
     Draft,
     EngineHandle,
     IntArray,
-    LateDrafter,
     RequestFacts,
     RequestLimits,
     RequestStep,
@@ -138,7 +137,7 @@ class InputCopy(BaseProposer):
         """With any options."""
         return True
 
-    def late_drafter(self, engine: EngineHandle) -> LateDrafter:
+    def late_drafter(self, engine: EngineHandle) -> "LateCopy":
         """All of it: sources, the request's own output and earlier answers, letters folded."""
         from vllm_spec_ext.proposers.input_copy.late_copy import LateCopy
 
@@ -159,6 +158,10 @@ class InputCopy(BaseProposer):
         copy.output_index.append(folded)
         copy.follow(folded)
         return copy
+
+    def num_before(self, request_id: str) -> int:
+        """Tokens that agree before the request's last draft, if there was one."""
+        return self._copies[request_id].num_before
 
     def earlier_answers(self, share_group: str | None) -> AnswerMemory | None:
         """What a request of this group may copy from beside its own text."""
@@ -218,13 +221,15 @@ class InputCopy(BaseProposer):
             kind = _EARLIER + min(earlier.length, 4) - 1
             room = self._limit(kind, earlier.length, request.room, step)
             if room:
-                return self._drafted(copy, kind, answers.following(earlier, room))
+                following = answers.following(earlier, room)
+                return self._drafted(copy, kind, earlier.length, following)
         if own is not None:
             kind = _OWN + min(own.length, 3) - 1
             room = self._limit(kind, own.length, request.room, step)
             # A repetition shorter than the room repeats itself, as a loop would.
             period = len(output) - own.latest
-            return self._drafted(copy, kind, output[own.latest + np.arange(room) % period])
+            repeated = output[own.latest + np.arange(room) % period]
+            return self._drafted(copy, kind, own.length, repeated)
         if copy.cursor == LOST:
             return EMPTY_DRAFT
         kind, room = bisect_left(_SOURCE_BOUNDS, copy.num_agreeing), request.room
@@ -232,11 +237,12 @@ class InputCopy(BaseProposer):
             kind = _GUESS
             room = room if step.fixed_length else min(room, self.options.realign)
         room = self._limit(kind, copy.num_agreeing, room, step)
-        return self._drafted(copy, kind, self._sayable(copy, copy.cursor, room))
+        tokens = self._sayable(copy, copy.cursor, room)
+        return self._drafted(copy, kind, copy.num_agreeing, tokens)
 
-    def _drafted(self, copy: CopyState, kind: int, tokens: IntArray) -> Draft:
+    def _drafted(self, copy: CopyState, kind: int, num_before: int, tokens: IntArray) -> Draft:
         if len(tokens):  # else the outcome to come is still that of an earlier, shadow draft
-            copy.kind = kind
+            copy.kind, copy.num_before = kind, num_before
         return Draft(tokens, path_probs=self._rates.path_probs(kind, len(tokens)))
 
     def _limit(self, kind: int, num_agreeing: int, room: int, step: StepContext) -> int:

@@ -29,6 +29,7 @@ class CopyState:
     num_lost: int = 0  # tokens since then
     guessing: bool = False  # the cursor is a guess that no accepted token has confirmed yet
     kind: int = 0  # of the last draft, for its outcome
+    num_before: int = 0  # tokens that agree before the last draft
 
     def follow(self, tokens: IntArray) -> None:
         """Move the cursor over new, folded output tokens as long as they are the source's."""

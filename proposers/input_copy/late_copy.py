@@ -115,6 +115,13 @@ class LateCopy:
 
     def draft(self, requests: Sequence[RequestStep], texts: DeviceTexts) -> "torch.Tensor":
         """Two launches, see :class:`.late_drafting.LateDrafter`."""
+        return self.draft_counted(requests, texts)[0]
+
+    def draft_counted(
+        self, requests: Sequence[RequestStep], texts: DeviceTexts
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """The same, and [num_requests, 2] int32 on the device: how many of the tokens are copied,
+        and how many agree before them."""
         import torch
 
         assert self._folded is not None
@@ -136,15 +143,16 @@ class LateCopy:
             device=texts.tokens.device,
         )
         drafts = drafts_of(requests, texts, self._num_drafted)
+        copied = torch.empty((num_requests, 2), dtype=torch.int32, device=drafts.device)
         inputs = (rows_on_device(rows, texts), texts.places, texts.lengths, self._folded, found)
         unsayable = len(self._folded_np) - 1
         late_kernels.search_texts[(num_requests, late_kernels.NUM_TEXTS.value, num_blocks)](
             *inputs, unsayable, num_blocks, **self._search
         )
         late_kernels.gather_drafts[(num_requests,)](
-            *inputs, drafts, unsayable, num_blocks, **self._gather
+            *inputs, drafts, copied, unsayable, num_blocks, **self._gather
         )
-        return drafts
+        return drafts, copied
 
     def _row(self, request: RequestStep, texts: DeviceTexts, begin: int) -> LateRow:
         """Of a request whose text begins at that address."""

@@ -194,7 +194,8 @@ def _choose(  # type: ignore[no-untyped-def]
     NEW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The text to draft from and the place in it; NO_TEXT if nothing is foreseen."""
+    """The text to draft from, the place in it, and how many tokens agree before that; NO_TEXT if
+    nothing is foreseen."""
     cursor, agreeing, lost_at, num_lost = _follow(row, num_said, folded, unsayable, NEW)
     source_size = column(row, SOURCE_SIZE)
     per_text = num_blocks * NUM_FOUND
@@ -230,7 +231,8 @@ def _choose(  # type: ignore[no-untyped-def]
 
     which = tl.where(takes_own, IN_SAID, tl.where(cursor >= 0, IN_SOURCE, NO_TEXT))
     begin = tl.where(takes_own, own_latest, cursor)
-    return tl.where(takes_answer, IN_ANSWERS, which), tl.where(takes_answer, latest, begin)
+    which = tl.where(takes_answer, IN_ANSWERS, which)
+    return which, tl.where(takes_answer, latest, begin), tl.where(takes_answer, length, agreeing)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -241,6 +243,7 @@ def gather_drafts(  # type: ignore[no-untyped-def]
     folded_ptr,  # [vocab_size + 1] int32
     found_ptr,  # [num_requests, NUM_TEXTS, num_blocks, NUM_FOUND] int32
     drafts_ptr,  # [num_requests, NUM_DRAFTED] int64, written
+    copied_ptr,  # [num_requests, 2] int32 tokens, and those that agree before them; written
     unsayable,
     num_blocks,
     MAX_NGRAM: tl.constexpr,
@@ -259,7 +262,7 @@ def gather_drafts(  # type: ignore[no-untyped-def]
     request = tl.program_id(0)
     row = rows_ptr + request * NUM_COLUMNS
     num_said = tl.load(lengths_ptr + tl.load(places_ptr + request)) - column(row, PROMPT)
-    which, begin = _choose(
+    which, begin, agreeing = _choose(
         row,
         found_ptr + request * NUM_TEXTS * num_blocks * NUM_FOUND,
         num_said,
@@ -295,3 +298,5 @@ def gather_drafts(  # type: ignore[no-untyped-def]
     last = tl.load(said + num_said - 1)
     num_tokens = tl.minimum(end, most)
     write_draft(drafts_ptr, request, tokens, num_tokens, last, NUM_DRAFTED, PADDED)
+    tl.store(copied_ptr + 2 * request, num_tokens)
+    tl.store(copied_ptr + 2 * request + 1, agreeing)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A corpus of the target's own answers on a real engine: the same text, in fewer steps."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,27 @@ from vllm_spec_ext.training.shards import TokenSequence, open_manifest, shard_pa
 ALONE = {"copy_input": False, "own_text": False, "earlier_answers": 0, "recycled_contexts": 0}
 
 
-@pytest.fixture(scope="module")
-def corpus(tiny_model: Path, plain: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of the target's answers to all prompts, twice, as contexts that occur once are left out."""
-    folder = tmp_path_factory.mktemp("corpus")
-    facts = {"tokenizer_fingerprint": tokenizer_fingerprint(load_tokenizer(str(tiny_model)))}
+def save_corpus(model: Path, outputs: Sequence[Any], folder: Path) -> str:
+    """Of a target's answers, twice, as contexts that occur once are left out."""
+    facts = {"tokenizer_fingerprint": tokenizer_fingerprint(load_tokenizer(str(model)))}
     open_manifest(folder / "answers", {"num_shards": 1, "model": "tiny", **facts})
     texts = [
         TokenSequence([*out.prompt_token_ids, *out.outputs[0].token_ids], len(out.prompt_token_ids))
-        for out in run(plain, SCENARIOS["mixed_lengths"])
+        for out in outputs
     ]
     write_shard(shard_path(folder / "answers", 0), texts * 2)
-    given = ["--tokenizer", str(tiny_model), "--input", str(folder / "answers"), "--quiet"]
+    given = ["--tokenizer", str(model), "--input", str(folder / "answers"), "--quiet"]
     CliRunner().invoke(
         corpus_app, ["build", *given, "--out", str(folder / "store")], catch_exceptions=False
     )
     return str(folder / "store")
+
+
+@pytest.fixture(scope="module")
+def corpus(tiny_model: Path, plain: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the target's answers to all prompts."""
+    outputs = run(plain, SCENARIOS["mixed_lengths"])
+    return save_corpus(tiny_model, outputs, tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.mark.parametrize("others", [ALONE, {}], ids=["alone", "with_others"])

@@ -20,6 +20,7 @@ from generation import (
 )
 from scenarios import PROMPTS, SCENARIOS, Scenario
 from test_blockwise_engine import save_random_heads
+from test_corpus_engine import save_corpus
 from test_greedy_identity import METHODS, runner_of
 from worker_counts import kept_counts
 
@@ -32,12 +33,13 @@ COPY: dict[str, Any] = {"method": "input_copy", "num_speculative_tokens": 8}
 NGRAM = {"method": "adaptive_ngram", "num_speculative_tokens": 4, "tree": False}
 AUTO = {"method": "auto", "num_speculative_tokens": 8}  # copies, where it drafts late
 HEADS: dict[str, Any] = {"method": "blockwise", "num_speculative_tokens": 3}
-BOTH: dict[str, Any] = {"method": "auto", "num_speculative_tokens": 8, "drafter": HEADS}
+# Heads, and tri-grams of a corpus where copies end.
+ALL: dict[str, Any] = {"method": "auto", "num_speculative_tokens": 8, "drafter": HEADS}
 LATE = {
     "input_copy": COPY,
     "adaptive_ngram": NGRAM,
     "blockwise": HEADS,
-    "auto_and_heads": BOTH,
+    "auto_of_all": ALL,
 }
 # Few tokens to choose from: the text repeats itself, so that copies are right.
 FEW_IDS = [40, 42, 44]
@@ -57,17 +59,21 @@ TOGETHER = Scenario(
 
 @pytest.fixture(scope="module", params=LATE)
 def config(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tiny_model: Path,
+    plain: Any,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     """Of each method that drafts late."""
     found = LATE[request.param]
-    if found is not HEADS and found is not BOTH:
+    if found is not HEADS and found is not ALL:
         return found
-    folder = tmp_path_factory.mktemp("heads") / "heads"
-    model = str(save_random_heads(folder, FEW_IDS, 4, copy_trust=100.0))
+    folder = tmp_path_factory.mktemp("heads")
+    model = str(save_random_heads(folder / "heads", FEW_IDS, 4, copy_trust=100.0))
     if found is HEADS:
         return {**HEADS, "model": model}
-    return {**BOTH, "drafter": {"method": "blockwise", "model": model}}
+    corpus = save_corpus(tiny_model, run(plain, REPEATED), folder)
+    return {**ALL, "drafter": {"method": "blockwise", "model": model}, "corpus": corpus}
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +306,7 @@ def test_the_host_says_what_the_device_drafted(
         observe(new)
 
     monkeypatch.setattr(proposer, "observe", remember)
+    counted = kept_counts(runner, monkeypatch)
     run(engine, REPEATED)
     assert len(compared) > 50
     assert all(ours == theirs for ours, theirs in compared)
@@ -314,6 +321,10 @@ def test_the_host_says_what_the_device_drafted(
     else:
         kept = (proposer._late.copies if config["method"] == "auto" else proposer)._copies
     assert len(kept) <= 1
+    if "corpus" in config:
+        accepted = {name: counts[1] for name, counts in counted()["sources"].items()}
+        assert min(accepted[name] for name in ("blockwise", "copy", "corpus")) > 0
+        assert len(proposer._late._ngrams.drafter.learner.states) <= 1
 
 
 def test_a_width_for_each_batch_size(
@@ -481,7 +492,7 @@ def test_a_request_that_wants_no_drafts_of_heads_gets_none(
     plain: Any, make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = str(save_random_heads(tmp_path / "heads", FEW_IDS, 4, copy_trust=100.0))
-    config = {**BOTH, "drafter": {"method": "blockwise", "model": heads}}
+    config = {**ALL, "drafter": {"method": "blockwise", "model": heads}}
     engine = make_engine(speculative_config=config, async_scheduling=True)
     base = Scenario([{"max_tokens": 30, **FEW}], PROMPTS[:3])
     answers = tokens(run(plain, base))

@@ -38,7 +38,8 @@ from vllm_spec_ext.proposers.input_copy.late_copy import gather_settings, search
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions
 
 TYPES = {"rows_ptr": "*i64", "places_ptr": "*i64", "lengths_ptr": "*i32", "folded_ptr": "*i32",
-         "found_ptr": "*i32", "drafts_ptr": "*i64", "unsayable": "i32", "num_blocks": "i32"}
+         "found_ptr": "*i32", "drafts_ptr": "*i64", "copied_ptr": "*i32", "unsayable": "i32",
+         "num_blocks": "i32"}
 for match in ("unique", "latest", "best"):
     options = InputCopyOptions(match=match)
     check(late_kernels.search_texts, TYPES, search_settings(options, 12))
@@ -54,12 +55,14 @@ TYPES = {"rows_ptr": "*i64", "places_ptr": "*i64", "lengths_ptr": "*i32", "texts
          "text_stride": "i32", "longs_ptr": "*i64", "ints_ptr": "*i32", "floats_ptr": "*fp32",
          "top_ptr": "*u32", "w2_ptr": "*u16", "off_ptr": "*u32", "tok_ptr": "*u16",
          "codes_ptr": "*u8", "probs_ptr": "*fp32", "frequent_tokens_ptr": "*u16",
-         "frequent_probs_ptr": "*fp32", "numbers_ptr": "*fp64", "drafts_ptr": "*i64",
-         "vocab_size": "i32", "num_corpus_rows": "i32", "num_corpus_entries": "i32",
-         "num_frequent": "i32"}
+         "frequent_probs_ptr": "*fp32", "numbers_ptr": "*fp64", "copied_ptr": "*i32",
+         "drafts_ptr": "*i64", "vocab_size": "i32", "num_corpus_rows": "i32",
+         "num_corpus_entries": "i32", "num_frequent": "i32"}
 for backoff in BACKOFF.values():
     for tables in ((False, 2048, 0), (True, 0, 0), (True, 2048, 65536)):
         check(walk_tables, TYPES, walk_settings(backoff, *tables, 12))
+for tables in ((True, 0, 0), (True, 2048, 0)):
+    check(walk_tables, TYPES, walk_settings(BACKOFF["mix"], *tables, 12, behind=True))
 """
 
 BLOCKWISE = """

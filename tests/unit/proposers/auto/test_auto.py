@@ -13,6 +13,7 @@ from number_corpus import NumberTokenizer, build_corpus
 from vllm_spec_ext.errors import SpecExtError
 from vllm_spec_ext.options import MethodOptions, parse_options
 from vllm_spec_ext.proposers import registry
+from vllm_spec_ext.proposers.adaptive_ngram.options import BUCKET_BYTES
 from vllm_spec_ext.proposers.auto import Auto
 from vllm_spec_ext.proposers.auto.drafter_payoff import DrafterPayoff
 from vllm_spec_ext.proposers.auto.late_auto import why_not_late
@@ -107,7 +108,6 @@ def test_a_corpus_is_a_source_of_all_requests(tmp_path: Path) -> None:
     assert draft.sources is not None
     assert draft.sources[0] == ("corpus",)
     assert replay(started(corpus=path, **OFF), asked, engine()).tokens_per_step > 0.9 * found
-    assert not Auto.drafts_late(method.options)
 
 
 def test_a_corpus_that_does_not_fit_is_refused_before_the_engine_starts(tmp_path: Path) -> None:
@@ -353,3 +353,33 @@ def test_which_drafters_wait_for_no_step(
     found = why_not_late(options)
     assert (found is None) == (reason is None) == Auto.drafts_late(options)
     assert (reason or "") in (found or "")
+
+
+def test_which_corpora_wait_for_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever chooses the scheduling has loaded nothing: the size of the file is known."""
+    store = build_corpus(tmp_path / "store", [words(30)] * 2, VOCAB)
+
+    def found(corpus: Path) -> str | None:
+        options: Any = parse_options(Auto.info.options, {"corpus": str(corpus)}, "auto")
+        reason = why_not_late(options)
+        assert (reason is None) == Auto.drafts_late(options)
+        return reason
+
+    assert found(tmp_path / "store") is found(store.path) is None
+    assert "not there" in str(found(tmp_path / "elsewhere"))
+    most = store.path.stat().st_size + 1024 * BUCKET_BYTES * 512
+    monkeypatch.setattr("vllm_spec_ext.proposers.adaptive_ngram.options.MOST_LATE_BYTES", most)
+    assert found(store.path) is None
+    monkeypatch.setattr("vllm_spec_ext.proposers.adaptive_ngram.options.MOST_LATE_BYTES", most - 1)
+    assert "too large for a device" in str(found(store.path))
+
+
+def test_tables_that_turn_out_too_large_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    build_corpus(tmp_path, [words(30)] * 2, VOCAB)
+    method = started(corpus=str(tmp_path))
+    assert not isinstance(method.late_drafter(engine()), str)
+    monkeypatch.setattr("vllm_spec_ext.proposers.adaptive_ngram.MOST_LATE_BYTES", 1000)
+    assert "its tables take 1 MiB, expected at most 0" in str(method.late_drafter(engine()))
