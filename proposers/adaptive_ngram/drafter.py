@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,17 @@ logger = logging.getLogger("vllm.spec_ext")
 DEFAULT_TREE_DEPTH = 12
 
 _SAVED_AFTER_S = 60.0
+
+
+class TextEnd(NamedTuple):
+    """From where the search begins; a row of the ``requests`` of ``search.search_batch``."""
+
+    before: int  # the second-last token, -1 = none
+    last: int
+    slot: int  # the request's overlay, -1 = none
+    room: int  # most nodes
+    shared: int  # the shared overlay, -1 = none
+
 
 # Places in the array of settings that change from step to step.
 _SHARED_HALF_LIFE = Lookup._fields.index("shared_half_life")
@@ -239,19 +250,43 @@ class NgramDrafter:
         """Write the kernel's inputs; returns which requests are to be searched for."""
         chosen: list[int] = []
         for index, request in enumerate(requests):
-            room = request.room
-            if request.options.max_draft_tokens is not None:
-                room = min(room, request.options.max_draft_tokens)
-            if not request.options.enabled or room <= 0 or not len(request.token_ids):
+            end = self.end_of(request, slots[index])
+            if end.room <= 0:
                 continue
-            row = len(chosen)
-            tokens = request.token_ids
-            before = tokens[-2] if len(tokens) > 1 else -1
-            self._ends[request.request_id] = tokens[-2:].tolist()
-            shared = self.learner.shared_slot(request.request_id)
-            self._requests[row] = (before, tokens[-1], slots[index], room, shared)
+            self._requests[len(chosen)] = end
+            self._ends[request.request_id] = request.token_ids[-2:].tolist()
             chosen.append(index)
         return chosen
+
+    def end_of(self, request: RequestStep, slot: int) -> TextEnd:
+        """From where a request is drafted for; no room where it is not.
+
+        Args:
+            request: All of its tokens are given.
+            slot: Its overlay, -1 = none.
+        """
+        room, tokens = request.room, request.token_ids[-2:].tolist()
+        if request.options.max_draft_tokens is not None:
+            room = min(room, request.options.max_draft_tokens)
+        if not request.options.enabled or not tokens:
+            room = 0
+        shared = self.learner.shared_slot(request.request_id)
+        before, last = [-1, -1, *tokens][-2:]
+        return TextEnd(before, last, slot, room, shared)
+
+    def chains_from(self, ends: Sequence[TextEnd]) -> list[tuple[IntArray, float]]:
+        """Tokens behind ends of texts, and the probability of the first; of a drafter of chains."""
+        self._settings_array[_MIN_CONFIDENCE] = self.settings.min_confidence
+        found: list[tuple[IntArray, float]] = []
+        for start in range(0, len(ends), len(self._requests)):
+            part = ends[start : start + len(self._requests)]
+            self._requests[: len(part)] = part
+            self._run(len(part))
+            results = self._results
+            sizes, firsts = results.counts[: len(part)].tolist(), results.probs[:, 0].tolist()
+            for row, size in enumerate(sizes):
+                found.append((results.tokens[row, :size].copy(), firsts[row] if size else 0.0))
+        return found
 
     def continue_from(self, request_id: str, provisional: Sequence[int], most: int) -> IntArray:
         """Search behind tokens that are not learned; see the base class."""

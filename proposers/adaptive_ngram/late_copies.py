@@ -6,13 +6,10 @@ A copy of few agreeing tokens gives way to a token that tri-grams are surer of. 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
-from vllm_spec_ext.proposers.adaptive_ngram.drafter import NgramDrafter
-from vllm_spec_ext.proposers.base import EMPTY_DRAFT, Draft, IntArray, RequestStep, StepContext
+from vllm_spec_ext.proposers.adaptive_ngram.drafter import NgramDrafter, TextEnd
+from vllm_spec_ext.proposers.base import EMPTY_DRAFT, IntArray, StepContext
 
 WEAK = 2  # agreeing tokens up to which a copy gives way to what is likelier
 GIVES_WAY = 0.4  # probability of a token by tri-grams from which on it is
@@ -50,31 +47,22 @@ def behind_copies(
         step: All tokens are given.
         copies: Of each request.
     """
-    pairs = list(zip(step.requests, copies, strict=True))
-    weak = [replace(one, room=min(one.room, int(copy.may_give_way))) for one, copy in pairs]
-    instead = drafter.drafts_behind(StepContext(weak))
-    kept = [
-        EMPTY_DRAFT.tokens if _is_better(other, copy) else copy.tokens
-        for other, copy in zip(instead, copies, strict=True)
-    ]
-    longer = [
-        _behind(request, tokens, drafter.max_depth)
-        for request, tokens in zip(step.requests, kept, strict=True)
-    ]
-    drafts = drafter.drafts_behind(StepContext(longer))
-    return [Chain(tokens, draft.tokens) for tokens, draft in zip(kept, drafts, strict=True)]
+    slot_of = drafter.learner.slot
+    ends = [drafter.end_of(request, slot_of(request.request_id)) for request in step.requests]
+    kept = [copy.tokens for copy in copies]
+    weak = [row for row, copy in enumerate(copies) if copy.may_give_way]
+    others = drafter.chains_from([ends[row]._replace(room=min(1, ends[row].room)) for row in weak])
+    for row, (tokens, probability) in zip(weak, others, strict=True):
+        if probability >= GIVES_WAY and tokens[0] != kept[row][0]:
+            kept[row] = EMPTY_DRAFT.tokens
+    longest = drafter.max_depth
+    behind = [_behind(end, tokens, longest) for end, tokens in zip(ends, kept, strict=True)]
+    chains = drafter.chains_from(behind)
+    return [Chain(tokens, more) for tokens, (more, _) in zip(kept, chains, strict=True)]
 
 
-def _is_better(other: Draft, copy: Copied) -> bool:
-    if not len(other) or other.path_probs is None:
-        return False
-    return bool(other.path_probs[0] >= GIVES_WAY and other.tokens[0] != copy.tokens[0])
-
-
-def _behind(request: RequestStep, tokens: IntArray, max_depth: int) -> RequestStep:
-    """The request, had it said these tokens, too; a chain is no longer than that with them."""
-    return replace(
-        request,
-        token_ids=np.concatenate([request.token_ids[-2:], tokens]),
-        room=max(0, min(request.room, max_depth) - len(tokens)),
-    )
+def _behind(end: TextEnd, tokens: IntArray, longest: int) -> TextEnd:
+    """The end of a text, had these tokens been said, too; they count in the length of a chain."""
+    room = max(0, min(end.room, longest) - len(tokens))
+    before, last = [end.before, end.last, *tokens[-2:].tolist()][-2:]
+    return end._replace(before=before, last=last, room=room)

@@ -72,7 +72,7 @@ CHECKS = (
     Check(
         "late_auto",
         "late:late_auto",
-        "drafts of `auto` with heads made on the device, copies and heads together",
+        "drafts of `auto` made on the device: heads, copies and a corpus together",
         "v2",
     ),
     Check(

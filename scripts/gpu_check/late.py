@@ -3,6 +3,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from generation import ALWAYS_DRAFT, run, tokens
 from scenarios import SCENARIOS
 from test_blockwise_engine import save_random_heads
+from test_corpus_engine import save_corpus
 from test_greedy_identity import runner_of
 
 from gpu_check.identity import BACKEND
@@ -39,15 +41,25 @@ def late_ngram(site: Site) -> dict[str, Any]:
 
 
 def late_auto(site: Site) -> dict[str, Any]:
-    """The same of heads beside copies, whose chains accept less than trees do step by step."""
-    heads = save_random_heads(site.folder / "late_auto", FEW_TOKENS, 4, copy_trust=100.0)
+    """The same of heads, copies and tri-grams of a corpus of the answers behind them, whose chains
+    accept less than trees do step by step."""
+    folder = site.folder / "late_auto"
+    heads = save_random_heads(folder / "heads", FEW_TOKENS, 4, copy_trust=100.0)
     drafter = {"method": "blockwise", "model": str(heads)}
-    method = {"method": "auto", "drafter": drafter, "num_speculative_tokens": 8}
-    return _compare(site, method, AS_MANY_AS_A_TREE)
+    plain = site.engine(backend=BACKEND)
+    outputs = run(plain, SCENARIO)
+    corpus = save_corpus(plain.llm_engine.model_config.model, outputs, folder)
+    method = {"method": "auto", "drafter": drafter, "corpus": corpus, "num_speculative_tokens": 8}
+    return _compare(site, method, AS_MANY_AS_A_TREE, tokens(outputs))
 
 
-def _compare(site: Site, method: dict[str, Any], most_steps: float = 1.02) -> dict[str, Any]:
-    answers = tokens(run(site.engine(backend=BACKEND), SCENARIO))
+def _compare(
+    site: Site,
+    method: dict[str, Any],
+    most_steps: float = 1.02,
+    answers: Sequence[Any] | None = None,
+) -> dict[str, Any]:
+    answers = answers or tokens(run(site.engine(backend=BACKEND), SCENARIO))
     steps, compared, draft_us = [], 0, list[float]()
     config = {**method, **ALWAYS_DRAFT}  # no clock decides how many steps there are
     for is_async in (False, True):

@@ -19,7 +19,7 @@ from vllm_spec_ext.training.shards import TokenSequence, open_manifest, shard_pa
 ALONE = {"copy_input": False, "own_text": False, "earlier_answers": 0, "recycled_contexts": 0}
 
 
-def save_corpus(model: Path, outputs: Sequence[Any], folder: Path) -> str:
+def save_corpus(model: Path | str, outputs: Sequence[Any], folder: Path) -> str:
     """Of a target's answers, twice, as contexts that occur once are left out."""
     facts = {"tokenizer_fingerprint": tokenizer_fingerprint(load_tokenizer(str(model)))}
     open_manifest(folder / "answers", {"num_shards": 1, "model": "tiny", **facts})

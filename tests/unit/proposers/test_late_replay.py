@@ -2,8 +2,10 @@
 """``scripts/late_tables.py``: as many tokens a step late as at once, and fewer by an old query."""
 
 import random
+from pathlib import Path
 
 import pytest
+from number_corpus import NumberTokenizer, build_corpus
 
 import late_tables
 from vllm_spec_ext.cli.simulate import make_points
@@ -21,7 +23,7 @@ def recordings() -> list[Recording]:
     return found
 
 
-@pytest.mark.parametrize("method", late_tables.METHODS)
+@pytest.mark.parametrize("method", ["input_copy", "adaptive_ngram"])
 def test_no_draft_is_lost(method: str) -> None:
     options = {**late_tables.METHODS[method], "num_speculative_tokens": 6}
     [point] = make_points(method, [options])
@@ -33,3 +35,23 @@ def test_no_draft_is_lost(method: str) -> None:
     assert old < 0.7 * sync
     table = late_tables.table({"copies": found}, {"copies": 4})
     assert f"| copies, 4 | {sync:.3f} | {behind:.3f} (" in table
+
+
+def test_auto_drafts_from_a_corpus_late(tmp_path: Path) -> None:
+    """In chains where it waits for nothing, nearly as well as in trees where it waits."""
+    pytest.importorskip("triton")
+    draw = random.Random(4)
+    said = [[draw.randrange(3, 99) for _ in range(40)] for _ in range(6)]
+    asked = [Recording([draw.randrange(3, 99) for _ in range(20)], text, "new") for text in said]
+    tokenizer = NumberTokenizer(100)
+    build_corpus(tmp_path, said * 2, 100)
+    found = []
+    for more in ({}, {"corpus": str(tmp_path)}):
+        options = {**late_tables.METHODS["auto"], **more, "num_speculative_tokens": 6}
+        [point] = make_points("auto", [options])
+        found.append(late_tables.figures("auto", asked, point, tokenizer, "MODEL"))
+    alone, with_corpus = found
+    assert alone["late tables"] < 1.2, "nothing is said twice"
+    assert with_corpus["late tables"] > 3.0
+    assert with_corpus["late tables"] > 0.9 * with_corpus["synchronous"]
+    assert "| new, 6 | " in late_tables.table({"new": with_corpus}, {"new": 6})
