@@ -10,7 +10,7 @@ from vllm import LLM, SamplingParams
 
 from vllm_spec_ext.cli.demo_model import ensure_demo_model
 
-# Task, and what this request says about its source; {} = copy from the last user message.
+# Task, and what this request says about its source; {} = copy from the chat.
 REQUESTS: list[tuple[str, dict[str, object]]] = [
     ("Correct this sentence: He go to school every days.", {}),
     (

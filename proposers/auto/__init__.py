@@ -71,8 +71,12 @@ class Auto(BaseProposer):
         self._options = cast(AutoOptions, options)
         self._copy: InputCopy | None = None
         if self._options.copy_input:
-            # What it finds elsewhere than in the source is looked up here, too.
-            self._copy = InputCopy(InputCopyOptions(also_output=False, earlier_answers=0))
+            # What it finds elsewhere than in the message, or in several places, is looked up here.
+            self._copy = InputCopy(
+                InputCopyOptions(
+                    source="last_user", match="unique", also_output=False, earlier_answers=0
+                )
+            )
         self._drafter: BaseProposer | None = None
         asked = self._options.drafter
         if asked is not None:

@@ -92,6 +92,7 @@ class LateAuto:
         """
         self.copies = InputCopy(
             InputCopyOptions(
+                source="auto" if options.own_text else "last_user",
                 also_output=options.own_text,
                 earlier_answers=options.earlier_answers,
                 max_ngram=options.max_ngram,

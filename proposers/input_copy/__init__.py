@@ -263,11 +263,15 @@ class InputCopy(BaseProposer):
         assert isinstance(options, InputCopyRequest)
         source: IntArray = prompt
         start: int | None = 0
-        span = options.source_span
+        span, cursor = options.source_span, 0
         if options.source_token_ids is not None:
             source, start = np.asarray(options.source_token_ids, np.int32), None
         elif span is None and self._markers is not None:
-            span = self._markers.last_user_span(prompt)
+            message = self._markers.last_user_span(prompt)
+            if self.options.source == "last_user":
+                span = message
+            elif message is not None:  # what was said before it is asked for again, too
+                cursor = message[0]
         if span is not None:
             source, start = prompt[span[0] : span[1]], span[0]
         index = OccurrenceIndex(len(source))
@@ -282,6 +286,7 @@ class InputCopy(BaseProposer):
             self._answers.heading(prompt),
             start,
             is_sayable=int(source.max(initial=0)) < len(self._folded) - 1,
+            cursor=cursor,
         )
 
     def _find_again(self, copy: CopyState) -> Match | None:

@@ -21,9 +21,9 @@ class InputCopyOptions(MethodOptions):
     """Options of ``input_copy`` (input-guided aggressive decoding)."""
 
     source: Literal["auto", "last_user", "prompt"] = "auto"
-    """Where copies come from when the request names no source: the last user message of a chat
-    prompt (``last_user``), the whole prompt (``prompt``), or the former where the prompt has
-    chat markers and the latter where it has none (``auto``)."""
+    """Where copies come from when the request names no source: the whole prompt, where that is a
+    chat beginning with its last user message (``auto``), that message alone (``last_user``), or the
+    prompt from its first token on (``prompt``)."""
 
     max_ngram: int = Field(default=16, ge=1, le=64)
     """Longest generated suffix, in tokens, that is looked up in the source."""
@@ -31,10 +31,10 @@ class InputCopyOptions(MethodOptions):
     min_ngram: int = Field(default=1, ge=1, le=64)
     """Shortest generated suffix, in tokens, that counts as a match."""
 
-    match: Literal["unique", "latest", "best"] = "unique"
+    match: Literal["unique", "latest", "best"] = "best"
     """Which occurrence counts when the longest matching suffix occurs more than once in the
-    source: none (``unique``, the paper's rule, except as ``near`` says), the last (``latest``),
-    or the first one after the point where copying last stopped, else the last (``best``)."""
+    source: the first one after the point where copying last stopped, else the last (``best``),
+    the last in any case (``latest``), or none (``unique``, the paper's, except as ``near`` says)."""
 
     near: int = Field(default=64, ge=0)
     """With ``unique``, an ambiguous match still counts if an occurrence lies at most this many

@@ -22,6 +22,7 @@ from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions, InputCo
 from vllm_spec_ext.replay import Recording, replay
 
 PAPER: dict[str, Any] = {
+    "match": "unique",
     "near": 0,
     "fold_case": False,
     "growth": 0,
@@ -334,11 +335,19 @@ def test_last_user_message_of_a_chat() -> None:
     first = tokenizer.encode("<u> one two <e> <a> three <e> <u>")
     message = tokenizer.encode("four five six seven")
     prompt = [*first, *message, *tokenizer.encode("<e> <a>")]
-    for source in ("auto", "last_user"):
-        assert Session(prompt, tokenizer=tokenizer, source=source).say(message[0]) == message[1:]
-    one = tokenizer.encode("one")[0]
-    assert Session(prompt, tokenizer=tokenizer).say(one) == []
-    assert Session(prompt, tokenizer=tokenizer, source="prompt").say(one) == prompt[2:]
+    for source, behind in (("auto", prompt), ("last_user", message)):
+        begun = Session(prompt, tokenizer=tokenizer, source=source)
+        assert begun.say(message[0]) == behind[behind.index(message[0]) + 1 :]
+    one, six = tokenizer.encode("one six")
+    for source in ("auto", "prompt"):
+        assert Session(prompt, tokenizer=tokenizer, source=source).say(one) == prompt[2:]
+    assert Session(prompt, tokenizer=tokenizer, source="last_user").say(one) == []
+    # What stands twice is looked for in the message first, and the end of it in all of the prompt.
+    twice = [*tokenizer.encode("<u> six two <e> <a> six three <e> <u>"), *message]
+    asked = Session(twice, tokenizer=tokenizer, match="best")
+    assert asked.say(message[0]) == message[1:]
+    assert asked.say(tokenizer.encode("two")[0])[:1] == tokenizer.encode("<e>")
+    assert Session(twice, tokenizer=tokenizer, match="best").say(six) == message[3:]
     # A prompt without chat markers is a source as a whole.
     assert Session(message, tokenizer=tokenizer).say(message[0]) == message[1:]
 
