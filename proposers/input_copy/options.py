@@ -34,7 +34,7 @@ class InputCopyOptions(MethodOptions):
     match: Literal["unique", "latest", "best"] = "best"
     """Which occurrence counts when the longest matching suffix occurs more than once in the
     source: the first one after the point where copying last stopped, else the last (``best``),
-    the last in any case (``latest``), or none (``unique``, the paper's, except as ``near`` says)."""
+    always the last (``latest``), or none (``unique``, the paper's rule, but see ``near``)."""
 
     near: int = Field(default=64, ge=0)
     """With ``unique``, an ambiguous match still counts if an occurrence lies at most this many
