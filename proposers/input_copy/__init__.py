@@ -95,6 +95,7 @@ class InputCopy(BaseProposer):
         self._copies: dict[str, CopyState] = {}
         self._rates = AcceptanceRates(_PRIORS)
         self._late: LateCopy | None = None
+        self._finished: list[CopyState] = []  # whose answers nobody copies from yet
         tokenizer = engine.load_tokenizer()
         self._markers: ChatMarkers | None = None
         if self.options.source != "prompt":
@@ -123,14 +124,26 @@ class InputCopy(BaseProposer):
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Drop the indices of these requests, and keep their answers for later ones."""
+        self.keep_answers()
         for request_id in request_ids:
             copy = self._copies.pop(request_id, None)
             if copy is not None and copy.remember:
-                answer = np.asarray(copy.output, np.int32)
-                folded = copy.output_index.tokens
-                self._answers.add(copy.share_group, answer, folded, copy.heading)
-        if self._late is not None:
+                self._finished.append(copy)
+        if self._late is None:
+            self.keep_answers()
+        else:
             self._late.forget(request_ids)
+
+    def keep_answers(self) -> None:
+        """What finished requests said may be copied from now on.
+
+        Where drafts are late, from the next ones on: those of the step that is still queued were
+        looked up without, and are yet to be said again here.
+        """
+        for copy in self._finished:
+            answer = np.asarray(copy.output, np.int32)
+            self._answers.add(copy.share_group, answer, copy.output_index.tokens, copy.heading)
+        self._finished.clear()
 
     @classmethod
     def drafts_late(cls, options: MethodOptions) -> bool:

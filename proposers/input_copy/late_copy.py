@@ -125,6 +125,7 @@ class LateCopy:
         import torch
 
         assert self._folded is not None
+        self._copies.keep_answers()
         first, stride = texts.tokens.data_ptr(), texts.tokens.stride(0)
         begins = (first + texts.places_np * (stride * _BYTES)).tolist()
         rows = [

@@ -252,6 +252,21 @@ def test_earlier_answers_lend_their_openings_and_endings() -> None:
     assert session.say(10) == SOURCE[1:], "the source wins a tie"
 
 
+def test_a_late_step_is_said_again_without_the_answers_that_came_meanwhile() -> None:
+    session = Session([1], earlier_answers=1000)
+    proposer = session.proposer
+    proposer.late_drafter(EngineHandle(1000, 4096, 8, 32, "none", lambda: None))
+    session.say(50, 51, 52)
+    session.next_request([2])  # while a step is queued
+    assert session.say(50) == [], "as the device drafted"
+    proposer.keep_answers()  # as when it is asked next
+    assert session.say(51) == [52]
+    session.next_request([3])
+    proposer.finish([])  # nothing is drafted for long: they do not pile up
+    assert not proposer._finished
+    assert session.say(50) == [51], "to the end of the latest answer"
+
+
 def test_a_prompt_that_is_asked_again_is_answered_alike() -> None:
     session = Session([40, 41, 42], earlier_answers=1000)
     session.say(50, 51, 52)
