@@ -45,10 +45,10 @@ def demo(
         str | None, typer.Option(help="Another model than the small one that is fetched.")
     ] = None,
     methods: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="Comma-separated methods to show beside plain decoding. Default: auto, and "
-            "with the small model blockwise and nar, whose drafters are part of this package."
+            help="Comma-separated methods to show beside plain decoding; repeatable. Default: "
+            "auto, and with the small model blockwise and nar, whose drafters are in this package."
         ),
     ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, max=20, help="Prompts to answer.")] = 5,
@@ -70,7 +70,7 @@ def demo(
     parse_options(BenchSettings, {"model": model or "demo", "dtype": dtype}, "demo")
     folder = model or demo_model()
     usual = "auto" if model else f"auto,{','.join(_TRAINED)}"
-    names = usual if methods is None else methods
+    names = ",".join(methods) if methods else usual
     shown = [name.strip() for name in names.split(",") if name.strip()]
     settings = BenchSettings.model_validate(
         {

@@ -54,7 +54,7 @@ from vllm_spec_ext.proposers import registry
 
 plan_app = typer.Typer(add_completion=False, cls=ManyValuesGroup, invoke_without_command=True)
 plan_app.command("paper", cls=ManyValues)(plan_paper)
-plan_app.command("cluster", cls=ManyValues)(plan_cluster)
+plan_app.command("cluster")(plan_cluster)  # has a file behind its flags
 _SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
 _LONGEST_CHAIN = 8
 _DEFAULTS: dict[str, Any] = {"limit": 12, "max_tokens": 96, "batch_size": [1, 8]}

@@ -38,8 +38,11 @@ def plan_cluster(
         int, typer.Option(min=1, help="Tokens of a step, prompts included.")
     ] = 2048,
     rate: Annotated[
-        str | None,
-        typer.Option(help=r"Comma-separated requests a second. \[default: by the cluster's speed]"),
+        list[str] | None,
+        typer.Option(
+            help="Comma-separated requests a second; repeatable. "
+            r"\[default: by the cluster's speed]"
+        ),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 400,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Of a request, on average.")] = 200,
@@ -103,7 +106,8 @@ def _loads(shape: Cluster, arrivals: Sequence[Arrival]) -> list[Load]:
     ]
 
 
-def _rates(text: str) -> list[float]:
+def _rates(given: Sequence[str]) -> list[float]:
+    text = ",".join(given)
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError as error:

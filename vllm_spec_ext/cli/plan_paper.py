@@ -26,6 +26,7 @@ from vllm_spec_ext.cli.whole_table import WholeTable
 from vllm_spec_ext.cli.written_files import check_writable, printed_last, write_result
 from vllm_spec_ext.errors import SpecExtError
 
+_CONTEXTS, _BATCH_SIZES = "4k,16k,32k,64k,128k", "1,4"
 _NOT_RUN = "Predicted from published figures of the GPU; nothing was run on one."
 _ASSUMED = (
     "Acceptance is assumed here: TriForce's rates for Llama2-7B-128K at temperature 0, and 0.42 "
@@ -56,9 +57,18 @@ def plan_paper(
         float | None, typer.Option(min=1, max=32, help=r"Of the target's KV cache. \[default: 16]")
     ] = None,
     context: Annotated[
-        str, typer.Option(help="Comma-separated tokens of a request; 32k is 32768.")
-    ] = "4k,16k,32k,64k,128k",
-    batch_size: Annotated[str, typer.Option(help="Comma-separated requests in a step.")] = "1,4",
+        list[str] | None,
+        typer.Option(
+            help="Comma-separated tokens of a request; 32k is 32768. Repeatable. "
+            rf"\[default: {_CONTEXTS}]"
+        ),
+    ] = None,
+    batch_size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=rf"Comma-separated requests in a step; repeatable. \[default: {_BATCH_SIZES}]"
+        ),
+    ] = None,
     draft: Annotated[
         list[str] | None,
         typer.Option(
@@ -79,7 +89,8 @@ def plan_paper(
 
     Exit status: 0 if all went well, 2 for bad input.
     """
-    contexts, sizes = _contexts(context), parse_batch_sizes(batch_size)
+    contexts = _contexts(",".join(context or [_CONTEXTS]))
+    sizes = parse_batch_sizes(",".join(batch_size or [_BATCH_SIZES]))
     for size in sizes:
         if size < 1:
             raise SpecExtError(f"batch size {size} is not positive")

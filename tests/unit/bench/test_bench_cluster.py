@@ -124,14 +124,16 @@ def run(*words: str) -> int:
 
 def test_the_command(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, plot = tmp_path / "found.json", tmp_path / "found.svg"
-    words = [str(planned), "--requests", "60", "--rate", "1,20", "--json", str(data)]
-    assert run(*words, "--plot", str(plot)) == 0
+    words = ["--requests", "60", "--json", str(data), "--plot", str(plot)]
+    assert run(*words, "--rate", "1,20", str(planned)) == 0
     printed = capsys.readouterr().out
     assert "simulated, from measured steps" in printed
     assert printed.count("where it pays") == 2
     rows = json.loads(data.read_text(encoding="utf-8"))["simulated"]
     assert [row["mode"] for row in rows] == 2 * list(cluster.MODES)
     assert "ms to the first token" in plot.read_text(encoding="utf-8")
+    assert run(*words, "--rate", "1", "--rate", "20", str(planned)) == 0
+    assert capsys.readouterr().out == printed, "one by one"
     assert run(str(planned), "--requests", "20") == 0
     assert capsys.readouterr().out.count("| off") == 6
 

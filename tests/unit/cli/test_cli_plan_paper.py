@@ -44,6 +44,15 @@ def test_a_table_json_and_where_it_pays(tmp_path: Path, capsys: pytest.CaptureFi
     assert lookup["draft"] == "lookup,accept=0.1"
 
 
+def test_flags_with_commas_may_be_given_again(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["paper", "--most-tokens", "2"]
+    assert run(*few, "--context", "4k,8k", "--batch-size", "1,2") == 0
+    printed = capsys.readouterr().out
+    again = ["--context", "4k", "--context", "8k", "--batch-size", "1", "2"]
+    assert run(*few, *again) == 0
+    assert capsys.readouterr().out == printed
+
+
 def test_the_published_result_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

