@@ -32,6 +32,8 @@ import torch
 from vllm_spec_ext.cli.corpus import load_tokenizer
 from vllm_spec_ext.cli.simulate import Point, make_points, read_recordings, start
 from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
+from vllm_spec_ext.proposers.auto import Auto
+from vllm_spec_ext.proposers.auto.late_auto import LateAuto
 from vllm_spec_ext.proposers.base import (
     BaseProposer,
     Draft,
@@ -141,6 +143,26 @@ class Design:
         self.proposer.finish(request_ids)
 
 
+class AsDevice:
+    """``auto`` as a device drafts for it."""
+
+    def __init__(self, proposer: Auto, late: LateAuto) -> None:
+        """From now on the proposer says what it drafts."""
+        late.start(torch.device("cpu"))
+        self._proposer, self._late = proposer, late
+        self.info, self.needs, self.options = proposer.info, proposer.needs, proposer.options
+        self.observe = proposer.observe
+
+    def propose(self, step: StepContext) -> list[Draft]:
+        """All drafts have their full length."""
+        return self._proposer.propose(replace(step, fixed_length=True))
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """A device is asked for each step: from the next one on it has the answers."""
+        self._proposer.finish(request_ids)
+        self._late.copies.keep_answers()
+
+
 def figures(
     method: str, recordings: Sequence[Recording], point: Point, tokenizer: Any, name: str
 ) -> dict[str, float]:
@@ -155,7 +177,7 @@ def figures(
             late = asked.late_drafter(engine)
             if isinstance(late, str):
                 raise SystemExit(f"auto with these options drafts nothing late: {late}")
-            late.start(torch.device("cpu"))  # from now on it says what a device would draft
+            asked = AsDevice(asked, late)
         found[design] = replay(asked, recordings, engine).tokens_per_step
     return found
 

@@ -118,8 +118,10 @@ class Auto(BaseProposer):
 
     @classmethod
     def drafts_late(cls, options: MethodOptions) -> bool:
-        """Without a drafter, or with one that does."""
-        return why_not_late(cast(AutoOptions, options)) is None
+        """Without a drafter, or with one that does; with a corpus if that is small for sure."""
+        asked = cast(AutoOptions, options)
+        ngrams = ngrams_of(asked)
+        return why_not_late(asked) is None and (ngrams is None or ngrams.fits_a_device)
 
     @staticmethod
     def check_request(options: RequestOptions, limits: RequestLimits) -> None:

@@ -26,7 +26,7 @@ from vllm_spec_ext.proposers.base import (
     StepContext,
     StepOutcome,
 )
-from vllm_spec_ext.proposers.candidates.evidence import COPY, CORPUS, NAMES
+from vllm_spec_ext.proposers.candidates.evidence import COPY, CORPUS, NAMES, OWN
 from vllm_spec_ext.proposers.input_copy import InputCopy
 from vllm_spec_ext.proposers.input_copy.options import InputCopyOptions
 
@@ -36,14 +36,11 @@ if TYPE_CHECKING:
     from vllm_spec_ext.proposers.adaptive_ngram import AdaptiveNgram
     from vllm_spec_ext.proposers.adaptive_ngram.late_ngram import LateNgram
 
-_COPY, _CORPUS = (NAMES[COPY],), (NAMES[CORPUS],)
+_COPY = (NAMES[COPY],)
 
 
 def why_not_late(options: AutoOptions) -> str | None:
-    """Why drafts wait for each step's tokens; None if they need not."""
-    ngrams = ngrams_of(options)
-    if ngrams is not None and not ngrams.fits_a_device:
-        return "its corpus is too large for a device, or not there"
+    """Why drafts wait for each step's tokens, whatever a corpus takes; None if they need not."""
     asked = options.drafter
     if asked is not None and asked.options.get("tree"):
         return 'its drafter drafts trees; leave "tree" out'
@@ -110,6 +107,9 @@ class LateAuto:
             self._late_first = made
             self.needs = replace(self.needs, hidden_states=drafter.needs.hidden_states)
         self._ngrams = ngrams
+        # In one table, which does not tell them apart.
+        own = (NAMES[OWN],) if options.own_text else ()
+        self._ngram_names = (*own, NAMES[CORPUS])
         self._late_ngrams: LateNgram | None = None
         if ngrams is not None:
             self._late_ngrams = ngrams.late_behind_copies(engine)
@@ -159,7 +159,7 @@ class LateAuto:
         return [
             Draft(
                 np.concatenate([copy, behind]),
-                sources=(_COPY,) * len(copy) + (_CORPUS,) * len(behind),
+                sources=(_COPY,) * len(copy) + (self._ngram_names,) * len(behind),
             )
             for copy, behind in chains
         ]

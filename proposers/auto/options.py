@@ -67,8 +67,8 @@ class AutoOptions(MethodOptions):
     """Options of ``auto`` (all sources of drafts in one tree)."""
 
     copy_input: bool = True
-    """Copy from the request's input, as ``input_copy`` does: the last user message, or what the
-    request names as its source."""
+    """Copy from the request's input, as ``input_copy`` does: from what the request names as its
+    source, or from the last user message (on a GPU, with ``own_text``, from all of the chat)."""
 
     own_text: bool = True
     """Look up what followed where the end of the text occurred in prompt or output before."""

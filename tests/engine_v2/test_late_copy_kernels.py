@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from late_device import LateDevice
 from late_sessions import (
@@ -31,11 +32,23 @@ SILENT = step_of("silent", Request([5, 5], [], {"enabled": False}), [], [])
 """Another request of the batch, for which nothing is drafted."""
 
 
+class Counted(LateCopy):
+    """Keeps the numbers beside its last drafts."""
+
+    copied: list[list[int]]
+
+    def draft(self, *given: Any) -> torch.Tensor:
+        drafts, copied = self.draft_counted(*given)
+        self.copied = copied.tolist()
+        return drafts
+
+
 class Device(LateDevice):
     """Of two requests, one of which is silent."""
 
     def __init__(self, proposer: InputCopy) -> None:
-        super().__init__(LateCopy(proposer, proposer.options, FOLDED, ENGINE))
+        self.counted = Counted(proposer, proposer.options, FOLDED, ENGINE)
+        super().__init__(self.counted)
 
     def draft_beside(self, known: RequestStep, text: Sequence[int]) -> list[list[int]]:
         return self.draft([known, SILENT], [text, [5, 5, 4]])
@@ -59,6 +72,10 @@ def test_a_device_drafts_the_same(session: Session) -> None:
         last = moment.texts.said[-1]
         expected = [*moment.drafted, *[last] * (K - len(moment.drafted))]
         assert moment.late == [expected, [4] * K]
+        (num_copied, num_before), (beside, _) = device.counted.copied
+        assert (num_copied, beside) == (len(moment.drafted), 0)
+        if num_copied:
+            assert num_before == proposer.num_before(moment.request.request_id)
         found = late_draft(moment.before, moment.texts, FOLDED.tolist(), proposer.options, K)
         assert found == moment.drafted
 

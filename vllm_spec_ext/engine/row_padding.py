@@ -54,7 +54,7 @@ class RowPadding:
     def measured(
         cls, layers: Sequence[Layer], clock: Callable[[], float] = time.perf_counter
     ) -> "RowPadding | None":
-        """Time products with some rows; takes half a second or so.
+        """Time products with some rows; takes a second or so.
 
         More rows are taken only where they were quicker at their best, and in most of the rounds
         by themselves: beside other programs, as where several engines start, each alone finds a

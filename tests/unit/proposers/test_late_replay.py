@@ -37,6 +37,29 @@ def test_no_draft_is_lost(method: str) -> None:
     assert f"| copies, 4 | {sync:.3f} | {behind:.3f} (" in table
 
 
+def test_auto_late_copies_from_the_answer_right_before() -> None:
+    pytest.importorskip("triton")
+    draw = random.Random(5)
+    said = [[draw.randrange(40, 90) for _ in range(30)] for _ in range(4)]
+    asked = [Recording([i, i, i], text, "again") for i, text in enumerate(said) for _ in range(2)]
+    [point] = make_points("auto", [{**late_tables.METHODS["auto"], "num_speculative_tokens": 6}])
+    found = late_tables.figures("auto", asked, point, NumberTokenizer(100), "MODEL")
+    assert found["late tables"] > 1.5, "every second answer is the one before"
+
+
+def test_auto_late_drafts_all_tokens_behind_one_that_was_replaced() -> None:
+    pytest.importorskip("triton")
+    draw = random.Random(6)
+    texts = [[draw.randrange(40, 90) for _ in range(60)] for _ in range(4)]
+    edited = [[3 + i // 9 if i % 9 == 8 else t for i, t in enumerate(text)] for text in texts]
+    asked = [Recording(text, said, "edit") for text, said in zip(texts, edited, strict=True)]
+    alone = {"own_text": False, "earlier_answers": 0}
+    options = {**late_tables.METHODS["auto"], **alone, "num_speculative_tokens": 8}
+    [point] = make_points("auto", [options])
+    found = late_tables.figures("auto", asked, point, NumberTokenizer(100), "MODEL")
+    assert found["late tables"] > 6.0, "not four tokens behind it"
+
+
 def test_auto_drafts_from_a_corpus_late(tmp_path: Path) -> None:
     """In chains where it waits for nothing, nearly as well as in trees where it waits."""
     pytest.importorskip("triton")

@@ -359,19 +359,20 @@ def test_which_corpora_wait_for_no_step(tmp_path: Path, monkeypatch: pytest.Monk
     """Whoever chooses the scheduling has loaded nothing: the size of the file is known."""
     store = build_corpus(tmp_path / "store", [words(30)] * 2, VOCAB)
 
-    def found(corpus: Path) -> str | None:
-        options: Any = parse_options(Auto.info.options, {"corpus": str(corpus)}, "auto")
-        reason = why_not_late(options)
-        assert (reason is None) == Auto.drafts_late(options)
-        return reason
+    def found(corpus: Path) -> bool:
+        return Auto.drafts_late(parse_options(Auto.info.options, {"corpus": str(corpus)}, "auto"))
 
-    assert found(tmp_path / "store") is found(store.path) is None
-    assert "not there" in str(found(tmp_path / "elsewhere"))
+    assert found(tmp_path / "store")
+    assert found(store.path)
+    assert not found(tmp_path / "elsewhere")
     most = store.path.stat().st_size + 1024 * BUCKET_BYTES * 512
     monkeypatch.setattr("vllm_spec_ext.proposers.adaptive_ngram.options.MOST_LATE_BYTES", most)
-    assert found(store.path) is None
+    assert found(store.path)
     monkeypatch.setattr("vllm_spec_ext.proposers.adaptive_ngram.options.MOST_LATE_BYTES", most - 1)
-    assert "too large for a device" in str(found(store.path))
+    assert not found(store.path)
+    # Asked for all the same, it is the tables themselves that count.
+    pytest.importorskip("triton")
+    assert not isinstance(started(corpus=str(store.path)).late_drafter(engine()), str)
 
 
 def test_tables_that_turn_out_too_large_wait(
